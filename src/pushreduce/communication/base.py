@@ -1,0 +1,80 @@
+"""The contract between an algorithm and the cluster it runs on.
+
+Two classes fulfil it: `horovod_mpi.HorovodMPI` (real and emulated clusters) and `simulated.SimulatedCommunicator`
+(virtual time). An algorithm is given one and names neither Horovod, nor MPI, nor a clock of its own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    """Time as the cluster sees it, in seconds. Every recorded second comes from here."""
+
+    def now(self) -> float:
+        """Seconds since an arbitrary start; monotonic."""
+
+    def sleep(self, seconds: float) -> None:
+        """Spends time without occupying the processor (emulated and simulated compute)."""
+
+
+class Handle(Protocol):
+    """An average under way. One name has at most one outstanding handle on a rank."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once. Lets the others proceed in virtual time; never spin on it."""
+
+    def wait(self) -> torch.Tensor:
+        """The mean over all ranks, shape and dtype of the buffer. May be called again, at no cost."""
+
+
+class Communicator(ABC):
+    """What a rank can do with the others. Collectives are matched by name (averages) or by order (all else).
+
+    The ordering rule: `broadcast`, `allgather` and `barrier` must be called by all ranks in the same order;
+    `average_async` may be posted in any order, since the ranks match averages by name.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    """Rank among the processes of this host."""
+    local_size: int
+    clock: Clock
+
+    @abstractmethod
+    def average_async(self, buffer: torch.Tensor, name: str, *, out: torch.Tensor | None = None) -> Handle:
+        """Starts the mean of `buffer` over all ranks and returns at once.
+
+        `buffer` must stay unchanged until the handle is done. `out` (same shape, dtype, device) receives the mean;
+        `out=buffer` averages in place; None: a new tensor.
+        """
+
+    def average(self, buffer: torch.Tensor, name: str, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The mean of `buffer` over all ranks; blocks."""
+        return self.average_async(buffer, name, out=out).wait()
+
+    @abstractmethod
+    def broadcast(self, buffer: torch.Tensor, name: str, root: int = 0) -> None:
+        """Overwrites `buffer` on every rank with that of `root`; blocks."""
+
+    @abstractmethod
+    def allgather(self, value: Any) -> list[Any]:
+        """Every rank's `value` (any picklable object; small) in rank order; blocks."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Returns when every rank has entered."""
+
+    @abstractmethod
+    def wait_until(self, predicate: Callable[[], bool]) -> None:
+        """Blocks until `predicate()` is true; signals and aborts can enter."""
+
+    @abstractmethod
+    def abort(self, message: str, exit_code: int = 1) -> None:
+        """Prints `message` and ends every rank of the job; does not return."""
