@@ -1,4 +1,4 @@
-"""The contract between the training loop (or a user's own loop) and an algorithm."""
+"""The contract between the training loop (or a user's own loop) and an algorithm, and what all algorithms share."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pushreduce.algorithms.buffers import average_buffers
 from pushreduce.communication.base import Communicator
 from pushreduce.communication.flat import FlatParameters
 
@@ -20,13 +21,13 @@ from pushreduce.communication.flat import FlatParameters
 class Progress:
     """How far the whole run is, as this rank knows it."""
 
+    size: int
     agreed_samples: int = 0
     """Global samples that all ranks have agreed on."""
     own_samples: int = 0
     """This rank's samples that the agreed ones do not contain yet."""
     stop_requested: bool = False
-    """All ranks know that at least one wants the run to stop; equal on all ranks after `finish()`."""
-    size: int = 1
+    """At least one rank wants the run to stop. The same on all ranks after `finish()`."""
 
     @property
     def samples(self) -> int:
@@ -36,10 +37,10 @@ class Progress:
 
 @dataclass
 class Stats:
-    """Cumulative counters of one rank since it started (not since the run did)."""
+    """Cumulative counters of one rank since the algorithm was made."""
 
     bytes_sent: int = 0
-    """Payload bytes handed to the communicator (not the bytes on the wire)."""
+    """Payload handed to the communicator (not the bytes on the wire)."""
     messages: int = 0
     local_update_seconds: float = 0.0
     """In the optimizer's own step, clipping included."""
@@ -48,25 +49,29 @@ class Stats:
     blocked_seconds: float = 0.0
     """Waiting for other ranks."""
     steps_per_allreduce: Counter[int] = field(default_factory=Counter)
-    """LASGD: how many local steps an all-reduce took -> how often."""
+    """Local steps that an all-reduce took -> how often; tau_max + 1: not done after tau_max steps (LASGD)."""
 
 
 Recorder = Callable[[dict[str, Any]], None]
-"""Receives the events of `--trace`, as dictionaries that JSON can hold."""
+"""Receives the events of a trace, as dictionaries that JSON can hold."""
 
 
 class Algorithm(ABC):
     """One worker of a decentralised algorithm, around a model and its optimizer.
 
-    The constructor broadcasts rank 0's parameters and buffers, so all ranks begin at the same model, and moves the
-    trainable parameters into one flat buffer that they alias from then on; it must come after `model.to(device)`.
+    The constructor is collective: it broadcasts rank 0's parameters and buffers, so that all ranks begin at the same
+    model. It moves the trainable parameters into one flat buffer that they alias from then on, so it must come after
+    `model.to(device)`.
 
     Args:
         model: its parameters are synchronised; tied ones once, frozen ones not at all.
         optimizer: any torch optimizer over the model's parameters; its state stays local.
         communicator: real or simulated.
-        max_grad_norm: clip the gradient of the local update to this L2 norm.
-        recorder: receives the events of a trace.
+        max_grad_norm: clip the gradient of an update to this L2 norm; None: do not.
+        recorder: receives the events of a trace; None: no trace.
+
+    Raises:
+        ValueError: a model without trainable parameters, or on several devices.
     """
 
     def __init__(
@@ -77,47 +82,103 @@ class Algorithm(ABC):
         *,
         max_grad_norm: float | None = None,
         recorder: Recorder | None = None,
-    ) -> None: ...
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.communicator = communicator
+        self.max_grad_norm = max_grad_norm
+        self.parameters = FlatParameters(model.parameters())
+        self.progress = Progress(size=communicator.size)
+        self.stats = Stats()
+        self._recorder = recorder
+        self._stop_wanted = False
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            communicator.broadcast(tensor.data, f"initial.{name}")
+
+    # -- what a loop calls -----------------------------------------------------------------------------------------
 
     @abstractmethod
     def step(self, num_samples: int) -> None:
         """Takes one step of the algorithm; call it once per mini-batch, straight after `backward()`.
 
-        Reads the gradients in `.grad` and does not clear them. On return the model's parameters are where the next
-        gradient is to be taken.
+        Reads the gradients in `.grad` and leaves clearing them to the loop. On return the model's parameters are
+        where the next gradient is to be taken.
 
         Args:
             num_samples: samples that the gradients are the mean of.
         """
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Inside it, `backward()` only adds to `.grad`: for all but the last backward of a step."""
+        """Inside it `backward()` only adds to `.grad`: for all but the last backward pass of a step."""
         return nullcontext()
 
     @abstractmethod
     def finish(self) -> None:
         """Drains all that is in flight. Collective, idempotent; `step()` may follow.
 
-        Ranks may enter it after different numbers of steps: inside it a rank keeps answering the others until all
-        are in.
+        Ranks may enter after different numbers of steps: inside, a rank keeps answering the others until all are in.
         """
 
     def request_stop(self) -> None:
-        """Asks all ranks to stop; they know it by `progress.stop_requested`. Local, returns at once."""
-
-    @property
-    @abstractmethod
-    def progress(self) -> Progress: ...
+        """Asks all ranks to stop, at the next agreement; `progress.stop_requested` then says so. Returns at once."""
+        self._stop_wanted = True
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """The mean model of all workers in place of the worker's own, then back. Collective."""
-        yield
+        """The mean model of all workers in place of the worker's own; afterwards the worker's own again.
+
+        Collective; drains first. The running statistics of BatchNorm are pooled over the workers, see `buffers.py`.
+        """
+        self.finish()
+        own_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        with self._parameters_averaged():
+            average_buffers(self.model, self.communicator)
+            try:
+                yield
+            finally:
+                for name, buffer in self.model.named_buffers():
+                    buffer.copy_(own_buffers[name])
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """All state that is neither the model's nor the optimizer's. Local; RuntimeError while anything is in flight."""
+        """All state that is neither the model's nor the optimizer's. Local.
+
+        Raises:
+            RuntimeError: while anything is in flight; call `finish()` first.
+        """
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict()`; after the model and the optimizer have been restored."""
+        """Restores `state_dict()`; to be called when nothing is in flight, the model having been restored."""
+
+    def begin_at(self, samples: int) -> None:
+        """Begins anew at the model's present parameters, equal on all ranks, as if `samples` had been seen."""
+        self.progress.agreed_samples = samples
+
+    # -- what algorithms are made of -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _parameters_averaged(self) -> AbstractContextManager[None]:
+        """The mean of all workers' parameters in place of the own ones, then back. Collective."""
+
+    def _local_update(self) -> None:
+        """The optimizer's step on the gradients as they are in `.grad`, clipped if asked."""
+        with self._timed("local_update_seconds"):
+            if self.max_grad_norm is not None:
+                torch.nn.utils.clip_grad_norm_(self.parameters.parameters, self.max_grad_norm)
+            self.optimizer.step()
+
+    def _record(self, event: str, **facts: Any) -> None:
+        if self._recorder is not None:
+            self._recorder({"event": event, **facts})
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Adds the time inside to the counter `phase` of `stats`."""
+        start = self.communicator.clock.now()
+        yield
+        setattr(self.stats, phase, getattr(self.stats, phase) + self.communicator.clock.now() - start)
+
+    @property
+    def _learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])

@@ -1,0 +1,132 @@
+"""The real Communicator: averages and broadcasts by Horovod, small objects by mpi4py.
+
+Owns the outstanding Horovod operations, all of them named. Does not start or stop either library (`startup.py`).
+Horovod's own `synchronize` sleeps inside C++, where Python's signal handlers cannot run: every wait here polls instead.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from horovod.common.exceptions import HorovodInternalError
+from mpi4py import MPI
+
+from pushreduce.communication.base import Clock, Communicator
+
+_SHORTEST_PAUSE_SECONDS = 20e-6
+_LONGEST_PAUSE_SECONDS = 1e-3  # Horovod's own cycle: looking more often finds nothing new
+
+
+class WallClock(Clock):
+    """The machine's monotonic clock."""
+
+    now = staticmethod(time.perf_counter)
+    sleep = staticmethod(time.sleep)
+
+
+class HorovodMPI(Communicator):
+    """Communicator over Horovod and MPI, to be made once per process after `startup.start()`."""
+
+    def __init__(self) -> None:
+        self._world = MPI.COMM_WORLD.Dup()
+        self.rank, self.size = self._world.rank, self._world.size
+        self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
+        self.clock = WallClock()
+        self._outstanding: set[str] = set()
+
+    def average_async(
+        self, buffer: torch.Tensor, name: str, *, out: torch.Tensor | None = None
+    ) -> HorovodHandle:
+        # Horovod 0.28 has no bfloat16, and sums float16 in float16.
+        narrow = buffer.dtype in (torch.bfloat16, torch.float16)
+        if narrow or out is None:
+            work = buffer.float() if narrow else torch.empty_like(buffer)
+        else:
+            work = out
+        if work is not buffer and not narrow:
+            work.copy_(buffer)
+        result = work if not narrow else (torch.empty_like(buffer) if out is None else out)
+        self._claim(name)
+        return HorovodHandle(self, name, hvd.allreduce_async_(_linear(work), name=name, op=hvd.Average), work, result)
+
+    def broadcast(self, buffer: torch.Tensor, name: str, root: int = 0) -> None:
+        if buffer.numel() == 0:
+            return
+        self._claim(name)
+        as_bytes = _linear(buffer).view(torch.uint8)  # any dtype, bit for bit
+        HorovodHandle(self, name, hvd.broadcast_async_(as_bytes, root, name=name), buffer, buffer).wait()
+
+    def allgather(self, value: Any) -> list[Any]:
+        data = np.frombuffer(pickle.dumps(value), np.uint8)
+        counts = np.empty(self.size, np.int64)
+        self._complete(self._world.Iallgather(np.array([data.size], np.int64), counts))
+        gathered = np.empty(counts.sum(), np.uint8)
+        self._complete(self._world.Iallgatherv(data, [gathered, counts]))
+        return [pickle.loads(part.tobytes()) for part in np.split(gathered, np.cumsum(counts)[:-1])]
+
+    def barrier(self) -> None:
+        self._complete(self._world.Ibarrier())
+
+    def wait_until(self, predicate: Callable[[], bool]) -> None:
+        pause = _SHORTEST_PAUSE_SECONDS
+        while not predicate():
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def abort(self, message: str, exit_code: int = 1) -> None:
+        print(message, file=sys.stderr, flush=True)
+        MPI.COMM_WORLD.Abort(exit_code)
+
+    def _complete(self, request: MPI.Request) -> None:
+        self.wait_until(request.Test)
+
+    def _claim(self, name: str) -> None:
+        if name in self._outstanding:
+            raise RuntimeError(f"'{name}' is already under way: wait for it before you post it again")
+        self._outstanding.add(name)
+
+
+class HorovodHandle:
+    """A Horovod operation under way on `work`; `result` is what the caller gets."""
+
+    def __init__(
+        self, communicator: HorovodMPI, name: str, handle: int, work: torch.Tensor, result: torch.Tensor
+    ) -> None:
+        self._communicator, self._name, self._handle = communicator, name, handle
+        self._work, self._result = work, result
+        self._complete = False
+
+    def done(self) -> bool:
+        return self._complete or hvd.poll(self._handle)
+
+    def wait(self) -> torch.Tensor:
+        if not self._complete:
+            self._communicator.wait_until(self.done)
+            try:
+                hvd.synchronize(self._handle)
+            except HorovodInternalError as error:
+                raise RuntimeError(
+                    f"'{self._name}' failed on rank {self._communicator.rank}, since another rank ended or failed: "
+                    f"look for the first error among the other ranks' output ({error})"
+                ) from error
+            self._complete = True
+            self._communicator._outstanding.discard(self._name)
+            if self._result is not self._work:
+                self._result.copy_(self._work)
+        return self._result
+
+
+def _linear(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements as one dimension in memory order, without a copy (Horovod wants contiguous tensors)."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    # Dense in another order, such as channels_last: strides are equal on all ranks, so memory order is as good.
+    assert torch.ops.aten.is_non_overlapping_and_dense(tensor), "cannot send a tensor with holes"
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

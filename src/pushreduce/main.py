@@ -1,0 +1,139 @@
+"""The entry point of a training process: from the command line to the exit code.
+
+Owns the order of set-up and the way out: exit code 0 when the run reached its end, 2 for bad input (one line, on all
+ranks), 128 + the signal's number after a signal (checkpoint saved), 1 with a traceback for anything unforeseen.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from pushreduce import command_line
+from pushreduce.communication import startup
+from pushreduce.settings import Settings, SettingsError
+
+if TYPE_CHECKING:  # torch, MPI and Horovod are imported after the command line has been read: --help answers at once
+    import torch
+
+    from pushreduce.communication.base import Communicator
+    from pushreduce.workloads.base import Workload
+
+T = TypeVar("T")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs one rank of what `argv` (default: the process's arguments) asks for; ends in SystemExit."""
+    try:
+        settings = command_line.parse(sys.argv[1:] if argv is None else argv)
+        startup.start()
+    except (SettingsError, startup.StartupError) as error:
+        startup.exit_with_bad_input(str(error))
+    startup.install_exception_hook()
+    stop_signal = startup.install_signal_flag()
+
+    from pushreduce.communication.horovod_mpi import HorovodMPI
+
+    try:
+        exit_code = _run(settings, HorovodMPI(), stop_signal)
+    except BadInput as error:
+        startup.exit_with_bad_input(str(error))
+    startup.shut_down()
+    sys.exit(exit_code)
+
+
+class BadInput(ValueError):
+    """A mistake of the user's, known to all ranks."""
+
+
+def _run(settings: Settings, communicator: Communicator, stop_signal: Callable[[], int | None]) -> int:
+    from pushreduce.training import console
+    from pushreduce.training.checkpoint import CheckpointError
+    from pushreduce.training.loop import TrainingLoop
+    from pushreduce.training.run_directory import RunDirectory
+    from pushreduce.training.view import RunView
+
+    device = _on_all_ranks(communicator, lambda: _device(settings, communicator))
+    workload = _on_all_ranks(communicator, lambda: _workload(settings, communicator))
+    if settings.evaluate is not None:
+        _evaluate_file(settings, communicator, workload, device)
+        return 0
+    batch_size = workload.batch_size_per_rank
+    settings = replace(settings, data=replace(settings.data, batch_size_per_rank=batch_size))
+    run_directory = _on_all_ranks(communicator, lambda: RunDirectory.create(settings, communicator))
+    console.open_log(run_directory, communicator)
+    loop = _on_all_ranks(
+        communicator,
+        lambda: TrainingLoop(settings, communicator, workload, run_directory, device, stop_signal),
+    )
+    environment = communicator.allgather(startup.describe_environment())
+    if communicator.rank == 0:
+        run_directory.save_settings(settings)  # of a resumed run, with the options given now
+        console.write_environment(run_directory, environment)
+        console.announce(settings, communicator, loop)
+        loop.view = RunView(
+            settings,
+            run_directory,
+            num_samples=round(settings.training.epochs * workload.num_train_samples),
+            resumed_from_samples=loop.resumed_from_samples,
+        )
+    try:
+        ended = loop.run()
+    except CheckpointError as error:
+        raise BadInput(str(error)) from error
+    if communicator.rank == 0:
+        console.conclude(settings, communicator, loop, environment[0], ended=ended)
+    return 0 if ended else 128 + (stop_signal() or signal.SIGTERM)
+
+
+def _workload(settings: Settings, communicator: Communicator) -> Workload:
+    from pushreduce.workloads import build_workload
+
+    return build_workload(settings.data, seed=settings.seed, rank=communicator.rank, size=communicator.size)
+
+
+def _device(settings: Settings, communicator: Communicator) -> torch.device:
+    import torch
+
+    num_devices = torch.cuda.device_count()
+    if settings.training.device == "cuda" and num_devices <= communicator.local_rank:
+        raise ValueError(
+            f"--device cuda: local rank {communicator.local_rank} finds {num_devices} GPUs on its host: start at most one "
+            "rank a GPU, or use --device cpu"
+        )
+    if settings.training.device == "cpu" or num_devices <= communicator.local_rank:
+        return torch.device("cpu")
+    torch.cuda.set_device(communicator.local_rank)
+    return torch.device("cuda", communicator.local_rank)
+
+
+def _evaluate_file(
+    settings: Settings, communicator: Communicator, workload: Workload, device: torch.device
+) -> None:
+    from pushreduce.training.evaluate import load_model, score_together
+
+    model = _on_all_ranks(communicator, lambda: load_model(settings, workload, device))
+    loss, top1_percent = score_together(model, workload, communicator)
+    if communicator.rank == 0:
+        print(
+            f"{settings.evaluate} on {settings.data.dataset}: top-1 {top1_percent:.2f} %, loss {loss:.4f} "
+            f"({workload.num_validation_samples} images)"
+        )
+
+
+def _on_all_ranks(communicator: Communicator, build: Callable[[], T]) -> T:
+    """`build()` on every rank; where it raises ValueError on any, BadInput on all."""
+    result, error = None, None
+    try:
+        result = build()
+    except ValueError as raised:
+        error = str(raised)
+    errors = communicator.allgather(error)
+    failed = [rank for rank, message in enumerate(errors) if message is not None]
+    if failed:
+        where = "" if len(failed) == communicator.size else f"rank {failed[0]}: "
+        raise BadInput(where + errors[failed[0]])
+    return result  # type: ignore[return-value]

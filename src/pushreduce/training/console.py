@@ -1,0 +1,114 @@
+"""What rank 0 says at the beginning and at the end of a run, on the terminal and in `log.txt`.
+
+Everything that is logged anywhere in the package goes to both; what the other ranks log goes to the terminal only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import sys
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from pushreduce.communication.base import Communicator
+from pushreduce.settings import Settings
+from pushreduce.training.curves import draw_curves
+from pushreduce.training.metrics import read_records
+from pushreduce.training.run_directory import RunDirectory, write_atomically
+from pushreduce.training.summary import print_summary, summarise, write_summary
+
+if TYPE_CHECKING:
+    from pushreduce.training.loop import TrainingLoop
+
+logger = logging.getLogger(__name__)
+
+
+class _BesideProgressBar(logging.StreamHandler):
+    """Writes lines above a progress bar that is on display."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)
+
+
+def open_log(run_directory: RunDirectory, communicator: Communicator) -> None:
+    """Sends the package's log to the terminal and, on rank 0, to `log.txt`."""
+    package = logging.getLogger("pushreduce")
+    package.setLevel(logging.INFO if communicator.rank == 0 else logging.WARNING)
+    terminal = _BesideProgressBar()
+    terminal.setFormatter(logging.Formatter("%(message)s"))
+    package.addHandler(terminal)
+    if communicator.rank == 0:
+        file = logging.FileHandler(run_directory.log_txt)
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        package.addHandler(file)
+
+
+def announce(settings: Settings, communicator: Communicator, loop: TrainingLoop) -> None:
+    """The run in a few lines, before its first step. On rank 0."""
+    workload = loop.workload
+    num_parameters = loop.algorithm.parameters.num_elements
+    logger.info(
+        "%s with %d ranks: %s (%s training images), %s (%s parameters), %d images a rank and step, %g epochs",
+        settings.algorithm,
+        communicator.size,
+        settings.data.dataset,
+        f"{workload.num_train_samples:,}",
+        settings.data.model,
+        f"{num_parameters:,}",
+        workload.batch_size_per_rank * settings.optimizer.accumulation_steps,
+        settings.training.epochs,
+    )
+    if loop.resumed_from_samples:
+        logger.info("resumed at epoch %.2f", loop.resumed_from_samples / workload.num_train_samples)
+    logger.info("run directory %s", loop.run_directory.path)
+    logger.info("watch it:     tensorboard --logdir %s", shlex.quote(str(loop.run_directory.path)))
+
+
+def write_environment(run_directory: RunDirectory, by_rank: list[dict[str, Any]]) -> None:
+    """`environment.json`: that of rank 0, and the hosts of all."""
+    environment = {**by_rank[0], "hosts": [rank["host"] for rank in by_rank]}
+    write_atomically(run_directory.environment_json, json.dumps(environment, indent=2).encode())
+
+
+def conclude(
+    settings: Settings,
+    communicator: Communicator,
+    loop: TrainingLoop,
+    environment: dict[str, Any],
+    *,
+    ended: bool,
+) -> None:
+    """Summary, curves and what to do next. On rank 0."""
+    directory = loop.run_directory
+    summary = summarise(
+        read_records(directory.metrics(0)),
+        [read_records(directory.metrics(rank)) for rank in range(1, communicator.size)],
+        algorithm=settings.algorithm,
+        dataset=settings.data.dataset,
+        model=settings.data.model,
+        num_ranks=communicator.size,
+        num_workers=communicator.size,
+        seed=settings.seed,
+        commit=environment["commit"],
+    )
+    assert loop.view is not None
+    loop.view.close(summary)
+    if not ended:
+        logger.info("stopped before the end; the checkpoint is complete. To go on:\n  %s", resume_command(loop))
+        return
+    write_summary(directory.summary_json, summary)
+    draw_curves([directory.path], directory.curves_png)
+    print_summary(summary)
+    logger.info("model        %s", directory.model_pt)
+    logger.info("curves       %s", directory.curves_png)
+    logger.info("tensorboard --logdir %s", shlex.quote(str(directory.path)))
+    logger.info("to train it for longer:\n  %s --epochs N", resume_command(loop))
+
+
+def resume_command(loop: TrainingLoop) -> str:
+    """The command that goes on with the run from its newest checkpoint."""
+    launcher = f"mpirun -np {loop.communicator.size} " if loop.communicator.size > 1 else ""
+    return f"{launcher}python {shlex.quote(sys.argv[0])} --run-dir {shlex.quote(str(loop.run_directory.path))} --resume"
