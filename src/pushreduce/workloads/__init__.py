@@ -1,0 +1,26 @@
+"""What is trained on what: `build_workload` is the way in, and all else that the program knows is `base`."""
+
+from __future__ import annotations
+
+from pushreduce.settings import DataSettings
+from pushreduce.workloads.base import Batch, Workload
+from pushreduce.workloads.batches import TrainBatches
+
+__all__ = ["Batch", "TrainBatches", "Workload", "build_workload"]
+
+
+def build_workload(settings: DataSettings, *, seed: int, rank: int, size: int) -> Workload:
+    """This rank's share of the data set. Local: ranks agree by computing the same from settings and seed.
+
+    Args:
+        seed: deals the shards and orders and augments the samples; not the validation set; not below 0.
+        rank: of `size` ranks.
+
+    Raises:
+        ValueError: one line with the remedy: missing, empty or damaged data set; unknown model; fewer samples
+        than
+            ranks; an explicit batch larger than the smallest shard; shard settings that do not fit.
+    """
+    from pushreduce.workloads.images import ImageClassification
+
+    return ImageClassification(settings, seed=seed, rank=rank, size=size)
