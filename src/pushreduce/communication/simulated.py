@@ -1,0 +1,310 @@
+"""A cluster inside one process, in virtual time: the second form of `Communicator`, and the tests' adversary.
+
+Owns how collectives match, what they compute, how long they take and when each rank sees their end. Does not
+own the order in which ranks run (`virtual_time.py`), how long a gradient takes (`clock.sleep`), or a model of
+the network (`average_seconds` is given).
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from pushreduce.communication.base import Communicator
+from pushreduce.communication.virtual_time import Deadlock, Scheduler
+
+__all__ = ["Aborted", "Deadlock", "SimulatedCluster", "SimulatedCommunicator"]
+
+T = TypeVar("T")
+
+_SPIN_SECONDS = (1e-6, 1e-2)
+"""Virtual time that a rank loses when it asks `done()` again with nothing in between: first, and at most."""
+_MAX_IDLE_POLLS = 200_000
+"""False answers of `done()` in a row, with nothing under way, after which the run counts as hung."""
+
+
+class Aborted(Exception):  # noqa: N818
+    """A rank called `abort`. Attributes: `rank`, `message`, `exit_code`."""
+
+    def __init__(self, rank: int, message: str, exit_code: int) -> None:
+        super().__init__(f"rank {rank} aborted the run with exit code {exit_code}: {message}")
+        self.rank, self.message, self.exit_code = rank, message, exit_code
+
+
+class SimulatedCluster:
+    """`num_ranks` ranks in virtual time, deterministic by seed.
+
+    Args:
+        num_ranks: size of the cluster.
+        seed: decides every random choice: the order of simultaneous events, jitter, and each rank's initial
+            torch generator.
+        ranks_per_host: ranks are dealt to hosts in blocks of this size (`local_rank`, `local_size`).
+        average_seconds: (bytes of the buffer, ranks) -> seconds from the last rank's entry to the end, of
+            every collective. Default: 0.1 ms.
+        jitter: a rank sees the end after average_seconds x (1 + jitter x (E + E_rank)), with E (one an
+            operation) and E_rank (one an operation and rank) exponential of mean 1. 0: exact times.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        seed: int = 0,
+        ranks_per_host: int = 1,
+        average_seconds: Callable[[int, int], float] | None = None,
+        jitter: float = 0.0,
+    ) -> None:
+        if num_ranks < 1 or ranks_per_host < 1 or jitter < 0:
+            raise ValueError(
+                f"{num_ranks=} and {ranks_per_host=} must be at least 1, and {jitter=} at least 0"
+            )
+        self.num_ranks, self.ranks_per_host = num_ranks, ranks_per_host
+        self.seed, self.jitter = seed, jitter
+        self.average_seconds = average_seconds or (lambda num_bytes, size: 1e-4)
+
+    def run(self, body: Callable[[SimulatedCommunicator], T]) -> list[T]:
+        """Runs `body(communicator)` on every rank to its end; another call repeats the interleaving.
+
+        Returns:
+            What the bodies returned, in rank order.
+
+        Raises:
+            Aborted: a rank called `abort`.
+            Deadlock: ranks wait for what cannot happen.
+            BaseException: whatever a rank raised first, with its rank as a note; the other ranks are ended.
+        """
+        exchange = _Exchange(self)
+        communicators = [SimulatedCommunicator(exchange, rank) for rank in range(self.num_ranks)]
+        return exchange.scheduler.run([partial(body, communicator) for communicator in communicators])
+
+
+class SimulatedCommunicator(Communicator):
+    """One rank's end of a `SimulatedCluster`. Others run only in calls that wait, sleep or ask `done()`."""
+
+    def __init__(self, exchange: _Exchange, rank: int) -> None:
+        self.rank, self.size = rank, exchange.cluster.num_ranks
+        ranks_per_host = exchange.cluster.ranks_per_host
+        self.local_rank = rank % ranks_per_host
+        self.local_size = min(ranks_per_host, self.size - (rank - self.local_rank))
+        self.clock = _VirtualClock(exchange.scheduler)
+        self._exchange = exchange
+        self._num_uses: Counter[str] = Counter()
+        self._num_collectives = 0
+        self._outstanding: dict[str, _Handle] = {}
+
+    def average_async(self, buffer: torch.Tensor, name: str, *, out: torch.Tensor | None = None) -> _Handle:
+        """See the contract. The k-th use of a name meets the k-th use of it on every other rank; never
+        switches.
+
+        Raises:
+            ValueError: the buffer is not of floating point, or ranks disagree on shape or dtype.
+            RuntimeError: `name` is outstanding: since its last use `done()` was never true and `wait()` not
+                called. Later, at the end of the average: the buffer was changed meanwhile.
+        """
+        if not buffer.is_floating_point():
+            raise ValueError(
+                f"rank {self.rank}: average {name!r} of {buffer.dtype}; convert it to a float type"
+            )
+        if out is not None and (out.shape, out.dtype) != (buffer.shape, buffer.dtype):
+            raise ValueError(f"rank {self.rank}: average {name!r}: `out` needs the buffer's shape and dtype")
+        if name in self._outstanding:
+            raise RuntimeError(f"rank {self.rank}: average {name!r} is still outstanding; wait for it first")
+        use = self._num_uses[name]
+        self._num_uses[name] += 1
+        kind = f"average {name!r} (use {use}) of {tuple(buffer.shape)} {buffer.dtype}"
+        sent = buffer.detach().clone()
+        meeting = self._exchange.meet(self.rank, (name, use), kind, sent, buffer.nbytes)
+        handle = self._outstanding[name] = _Handle(self, name, meeting, buffer.detach(), out)
+        return handle
+
+    def broadcast(self, buffer: torch.Tensor, name: str, root: int = 0) -> None:
+        kind = f"broadcast {name!r} from rank {root} of {tuple(buffer.shape)} {buffer.dtype}"
+        sent = buffer.detach().clone() if self.rank == root else None
+        values = self._collective(kind, sent, buffer.nbytes)
+        if self.rank != root:
+            buffer.detach().copy_(values[root])
+
+    def allgather(self, value: Any) -> list[Any]:
+        pickled = pickle.dumps(value)  # so that ranks share no objects
+        values = self._collective("allgather", pickled, len(pickled))
+        return [pickle.loads(values[rank]) for rank in range(self.size)]
+
+    def barrier(self) -> None:
+        self._collective("barrier", None, 0)
+
+    def wait_until(self, predicate: Callable[[], bool]) -> None:
+        """See the contract. The predicate is evaluated whenever anything has happened, not as time passes.
+
+        It may ask `done()`; it must neither communicate nor sleep.
+        """
+        self._exchange.scheduler.wait_until(predicate)
+
+    def abort(self, message: str, exit_code: int = 1) -> NoReturn:
+        """Ends the run, which raises `Aborted`; no rank can catch it."""
+        print(f"rank {self.rank}: {message}", file=sys.stderr)
+        self._exchange.scheduler.end_run(Aborted(self.rank, message, exit_code))
+
+    def _collective(self, kind: str, value: Any, num_bytes: int) -> dict[int, Any]:
+        key = ("collectives in order", self._num_collectives)
+        self._num_collectives += 1
+        meeting = self._exchange.meet(self.rank, key, kind, value, num_bytes)
+        self._exchange.wait(self.rank, meeting)
+        return meeting.values
+
+
+class _VirtualClock:
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def now(self) -> float:
+        return self._scheduler.now
+
+    def sleep(self, seconds: float) -> None:
+        if seconds < 0:
+            raise ValueError(f"cannot sleep {seconds} seconds; give a number of at least 0")
+        self._scheduler.sleep(seconds)
+
+
+class _Handle:
+    """An average under way, as one rank sees it."""
+
+    def __init__(
+        self,
+        communicator: SimulatedCommunicator,
+        name: str,
+        meeting: _Meeting,
+        buffer: torch.Tensor,
+        out: torch.Tensor | None,
+    ) -> None:
+        self._communicator, self._name, self._meeting = communicator, name, meeting
+        self._rank, self._exchange = communicator.rank, communicator._exchange
+        self._buffer, self._out = buffer, out
+        self._last_poll_seconds, self._spin_seconds = -1.0, 0.0
+        meeting.on_seen[self._rank] = self._receive
+
+    def done(self) -> bool:
+        scheduler = self._exchange.scheduler
+        if self._rank not in self._meeting.seen_by and scheduler.running is not None:
+            if self._last_poll_seconds == scheduler.now:
+                # Asked again with nothing in between: a loop on done() must not stop the time.
+                shortest, longest = _SPIN_SECONDS
+                self._spin_seconds = min(max(2 * self._spin_seconds, shortest), longest)
+            else:
+                self._spin_seconds = 0.0
+            self._exchange.poll(self._rank, self._spin_seconds)
+            self._last_poll_seconds = scheduler.now
+        return self._seen()
+
+    def wait(self) -> torch.Tensor:
+        self._exchange.wait(self._rank, self._meeting)
+        seen = self._seen()
+        assert seen
+        assert self._out is not None
+        return self._out
+
+    def _seen(self) -> bool:
+        seen = self._rank in self._meeting.seen_by
+        if seen and self._communicator._outstanding.get(self._name) is self:
+            del self._communicator._outstanding[self._name]
+        return seen
+
+    def _receive(self) -> None:
+        if not torch.equal(_bits(self._buffer), _bits(self._meeting.values[self._rank])):
+            raise RuntimeError(
+                f"rank {self._rank} changed the buffer of average {self._name!r} before it was done"
+            )
+        if self._out is None:
+            self._out = self._meeting.mean().clone()
+        else:
+            self._out.detach().copy_(self._meeting.mean())
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of `tensor`, so that NaN equals itself."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+class _Meeting:
+    """One collective operation: who has entered with what, and who has seen its end."""
+
+    def __init__(self, kind: str, size: int) -> None:
+        self.kind, self.size = kind, size
+        self.values: dict[int, Any] = {}
+        self.seen_by: set[int] = set()
+        self.waiting: set[int] = set()
+        self.on_seen: dict[int, Callable[[], None]] = {}
+        self._mean: torch.Tensor | None = None
+
+    def mean(self) -> torch.Tensor:
+        """Of the tensors of all ranks, summed in rank order in their own dtype."""
+        if self._mean is None:
+            total = self.values[0].clone()
+            for rank in range(1, self.size):
+                total += self.values[rank]
+            self._mean = total.div_(self.size)
+        return self._mean
+
+    def describe(self) -> str:
+        missing = [rank for rank in range(self.size) if rank not in self.values]
+        return f"{self.kind}: " + (f"not entered by ranks {missing}" if missing else "under way")
+
+
+class _Exchange:
+    """Where the ranks of one run meet."""
+
+    def __init__(self, cluster: SimulatedCluster) -> None:
+        self.cluster = cluster
+        self.scheduler = Scheduler(cluster.num_ranks, cluster.seed)
+        self._meetings: dict[tuple[str, int], _Meeting] = {}
+        self._num_ends_to_come = 0
+        self._num_idle_polls = 0
+
+    def meet(self, rank: int, key: tuple[str, int], kind: str, value: Any, num_bytes: int) -> _Meeting:
+        """Enters `rank` with `value`; the last to enter starts the operation. Never switches."""
+        scheduler, size = self.scheduler, self.cluster.num_ranks
+        scheduler.running_rank()
+        self._num_idle_polls = 0
+        meeting = self._meetings.setdefault(key, _Meeting(kind, size))
+        if meeting.kind != kind:
+            other = min(meeting.values)
+            raise ValueError(
+                f"rank {rank} calls {kind}, but rank {other} calls {meeting.kind}: they must agree"
+            )
+        meeting.values[rank] = value
+        if len(meeting.values) == size:
+            del self._meetings[key]
+            seconds, shared = self.cluster.average_seconds(num_bytes, size), scheduler.random.expovariate(1.0)
+            for each in range(size):
+                delays = shared + scheduler.random.expovariate(1.0)
+                end_seconds = scheduler.now + seconds * (1.0 + self.cluster.jitter * delays)
+                scheduler.at(end_seconds, partial(self._show_end, meeting, each))
+            self._num_ends_to_come += size
+        return meeting
+
+    def wait(self, rank: int, meeting: _Meeting) -> None:
+        if rank not in meeting.seen_by:
+            meeting.waiting.add(rank)
+            self.scheduler.wait(meeting.describe)
+
+    def poll(self, rank: int, seconds: float) -> None:
+        """Lets the others proceed before the answer of a `done()`."""
+        self._num_idle_polls += 1
+        if self._num_idle_polls > _MAX_IDLE_POLLS and self._num_ends_to_come == 0:
+            others = self.scheduler.describe_waiting() or "all others have ended or poll, too"
+            raise Deadlock(f"rank {rank} polls done() of an average that cannot end; {others}")
+        self.scheduler.sleep(seconds)
+
+    def _show_end(self, meeting: _Meeting, rank: int) -> None:
+        self._num_ends_to_come -= 1
+        self._num_idle_polls = 0
+        meeting.seen_by.add(rank)
+        if (receive := meeting.on_seen.pop(rank, None)) is not None:
+            receive()
+        if rank in meeting.waiting:
+            self.scheduler.wake(rank)

@@ -1,0 +1,240 @@
+"""Holds a run made with `--trace` against the oracle: the same events and batches must give the same
+parameters.
+
+Owns reading a run directory's trace, recomputing its gradients in float64, and the verdict. The algorithms
+are `global_view.py`'s; batches, model and loss are the workload's own, which the oracle does not check.
+
+    scripts/replay runs/digits-lasgd
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from pushreduce import settings_file
+from pushreduce.settings import OptimizerSettings, Settings
+from pushreduce.simulation.global_view import (
+    SGD,
+    Adam,
+    Event,
+    Rule,
+    Vector,
+    replay_allreduce,
+    replay_lasgd,
+)
+from pushreduce.workloads import Batch, Workload, build_workload
+
+TOLERANCES = {"float64": 1e-9, "float32": 1e-3}
+"""Largest relative difference by the run's dtype.
+
+float64: the run and the oracle differ by rounding alone, about 1e-16 an operation; training amplifies it, and
+1e-9 leaves seven digits for that. float32: an update is rounded by 6e-8 of the parameter and a gradient by
+some 1e-6 of itself, amplified alike; one lost step, batch or round is of the order of learning rate x
+gradient, which is more than 1e-3 in a run of some hundred steps but drowns in a long one. For proof, trace a
+short run in float64.
+"""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Between a rank's final parameters and the oracle's."""
+
+    rank: int
+    num_steps: int
+    absolute: float
+    """Largest over the parameters."""
+    relative: float
+    """The same by the oracle's largest parameter."""
+
+
+def replay_run(run_dir: Path, settings: Settings, workloads: Sequence[Workload]) -> list[Difference]:
+    """Replays the trace in `run_dir`; one difference a rank.
+
+    Args:
+        run_dir: of a run from its first step on (not resumed).
+        settings: the run's.
+        workloads: one a rank, as the run had them.
+
+    Raises:
+        ValueError: what is there is no whole trace of such a run, or the run cannot be replayed; one line.
+        OSError: a file is missing.
+    """
+    events = [read_trace(run_dir, rank, len(workloads)) for rank in range(len(workloads))]
+    num_samples = [[e["num_samples"] for e in trace if e.get("num_samples", 0) > 0] for trace in events]
+    gradient = _Gradient(workloads, num_samples, settings.optimizer.accumulation_steps)
+    initial = _read_vector(run_dir / "trace.initial.pt", gradient.num_parameters)
+    finals = [
+        _read_vector(run_dir / f"trace.final.rank{rank}.pt", gradient.num_parameters)
+        for rank in range(len(workloads))
+    ]
+    rule = build_rule(settings.optimizer)
+    match settings.algorithm:
+        case "lasgd":
+            alpha, beta = settings.lasgd.elastic_alpha, settings.lasgd.elastic_beta
+            replayed = replay_lasgd(initial, events, gradient, rule, alpha=alpha, beta=beta)
+        case "allreduce":
+            replayed = replay_allreduce(initial, events, gradient, rule)
+    differences = []
+    for rank, (final, expected) in enumerate(zip(finals, replayed, strict=True)):
+        absolute = float(np.abs(final - expected).max())
+        relative = absolute / float(np.abs(expected).max())
+        differences.append(Difference(rank, len(num_samples[rank]), absolute, relative))
+    return differences
+
+
+def build_rule(settings: OptimizerSettings) -> Rule:
+    """The oracle's form of the run's optimizer."""
+    decay, max_norm = settings.weight_decay, settings.max_grad_norm
+    match settings.optimizer:
+        case "sgd":
+            return SGD(settings.momentum, settings.nesterov, decay, max_norm)
+        case "adam" | "adamw" as name:
+            return Adam(weight_decay=decay, decoupled=name == "adamw", max_grad_norm=max_norm)
+
+
+class _Gradient:
+    """`global_view.Gradient` of a run: its own batches and model, in float64. Steps must be asked for in
+    order."""
+
+    def __init__(
+        self, workloads: Sequence[Workload], num_samples: list[list[int]], accumulation_steps: int
+    ) -> None:
+        self._workloads, self._num_samples = workloads, num_samples
+        self._accumulation_steps = accumulation_steps
+        self._batches: list[Iterator[Batch]] = [iter(workload.train_batches()) for workload in workloads]
+        self._model: nn.Module = workloads[0].build_model().double().train()
+        self._parameters = list(self._model.parameters())
+        if not all(parameter.requires_grad for parameter in self._parameters):
+            raise ValueError(
+                "the model has frozen parameters, which a trace does not hold: it cannot be replayed"
+            )
+        self.num_parameters = sum(parameter.numel() for parameter in self._parameters)
+        self._is_known_to_repeat = False
+
+    def __call__(self, rank: int, step: int, x: Vector) -> Vector:
+        vector_to_parameters(torch.from_numpy(x), self._parameters)
+        batches = [
+            batch.to(torch.device("cpu"), torch.float64)
+            for batch in islice(self._batches[rank], self._accumulation_steps)
+        ]
+        num_samples = sum(len(batch.targets) for batch in batches)
+        traced = self._num_samples[rank][step]
+        if num_samples != traced:
+            raise ValueError(
+                f"rank {rank}, step {step}: {traced} samples in the trace, {num_samples} in the batch: are data and "
+                "settings those of the run?"
+            )
+        gradient = self._mean(rank, batches)
+        if not self._is_known_to_repeat:
+            again = self._mean(rank, batches)
+            if not torch.allclose(gradient, again, rtol=1e-6, atol=1e-9 * float(gradient.abs().max())):
+                raise ValueError(
+                    "the model draws random numbers in training (dropout?): it cannot be replayed"
+                )
+            self._is_known_to_repeat = True
+        return gradient.numpy()
+
+    def _mean(self, rank: int, batches: list[Batch]) -> torch.Tensor:
+        total = torch.zeros(self.num_parameters, dtype=torch.float64)
+        for batch in batches:
+            loss = self._workloads[rank].loss(self._model, batch)
+            gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+            if any(gradient is None for gradient in gradients):
+                raise ValueError(
+                    "a parameter has no gradient, which a trace does not tell: it cannot be replayed"
+                )
+            total += parameters_to_vector(gradients)
+        return total / len(batches)
+
+
+# -- files
+
+
+def read_num_ranks(run_dir: Path) -> int:
+    """The size of the run, from rank 0's trace."""
+    return int(_read_events(run_dir / "trace.rank0.jsonl")[0].get("size", 0))
+
+
+def read_trace(run_dir: Path, rank: int, size: int) -> list[Event]:
+    """The events of a rank, without the first, which must be its start."""
+    path = run_dir / f"trace.rank{rank}.jsonl"
+    start, *events = _read_events(path)
+    if start != {"event": "start", "rank": rank, "size": size}:
+        raise ValueError(f"{path}: begins with {start}, not with the start of rank {rank} of {size}")
+    return events
+
+
+def _read_events(path: Path) -> list[Event]:
+    lines = path.read_text().splitlines()
+    if not lines:
+        raise ValueError(f"{path}: empty; was the run cut short?")
+    events = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            events.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{path}, line {number}: no JSON ({error.msg}); was the run cut short?"
+            ) from error
+    return events
+
+
+def _read_vector(path: Path, num_parameters: int) -> Vector:
+    try:
+        vector = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path}: no tensor file; was the run cut short?") from error
+    if vector.shape != (num_parameters,):
+        raise ValueError(
+            f"{path}: shape {tuple(vector.shape)}, but the model has {num_parameters} parameters"
+        )
+    return vector.double().numpy()
+
+
+# -- the command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command `scripts/replay`; 0: equal, 1: different, 2: nothing that can be replayed."""
+    parser = argparse.ArgumentParser(
+        prog="replay", description="Replay a run made with --trace through the float64 oracle."
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    run_dir = parser.parse_args(arguments).run
+    try:
+        settings = settings_file.load(run_dir / "settings.yaml")
+        dtype = settings.training.dtype
+        if dtype not in TOLERANCES:
+            raise ValueError(
+                f"{dtype} runs differ from float64 by too much to tell: use --dtype float64 or float32"
+            )
+        size = read_num_ranks(run_dir)
+        workloads = [
+            build_workload(settings.data, seed=settings.seed, rank=rank, size=size) for rank in range(size)
+        ]
+        differences = replay_run(run_dir, settings, workloads)
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}; was the run made with --trace?", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    tolerance = TOLERANCES[dtype]
+    print("rank   steps   largest difference   relative")
+    for each in differences:
+        print(f"{each.rank:4}  {each.num_steps:6}   {each.absolute:18.3e}   {each.relative:8.1e}")
+    equal = all(each.relative <= tolerance for each in differences)  # NaN is not
+    print(f"{'equal' if equal else 'DIFFERENT'} to a relative {tolerance:.0e}, the tolerance for {dtype}")
+    return 0 if equal else 1
