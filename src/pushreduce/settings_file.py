@@ -23,8 +23,7 @@ from pushreduce.settings import Settings, SettingsError
 
 
 def to_yaml(settings: Settings) -> str:
-    """All settings, in the order of their definition, one section after the other; `from_yaml` is its
-    inverse."""
+    """All settings, in the order of their definition; `from_yaml` is the inverse."""
     return yaml.dump(asdict(settings), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
@@ -47,8 +46,7 @@ def from_yaml(text: str, *, source: str) -> Settings:
     """The settings that `text` gives, defaults for the rest. `source` names the file in error messages.
 
     Raises:
-        SettingsError: no valid YAML, a key twice, an unknown key (the nearest known one is named), a wrong
-        type.
+        SettingsError: no valid YAML, a key twice, an unknown key (the nearest is named), a wrong type.
     """
     try:
         # Safe: _Loader is yaml's SafeLoader with another table of scalars.
@@ -63,10 +61,13 @@ def from_yaml(text: str, *, source: str) -> Settings:
         raise SettingsError(f"{source}: {error}") from error
 
 
+_Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
+
+
 class _Loader(yaml.SafeLoader):
     """Refuses a key that is given twice; yaml's own keeps the last one silently."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (yaml's interface)
+    yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [key.value for key, _ in node.value]
@@ -82,7 +83,7 @@ class _Dumper(yaml.SafeDumper):
     """Quotes exactly those strings that `_Loader` would not read as strings, and writes sections as
     blocks."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (yaml's interface)
+    yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
