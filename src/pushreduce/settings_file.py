@@ -1,0 +1,166 @@
+"""Settings as YAML: `to_yaml` writes them, `from_yaml` reads them strictly.
+
+Owns the file's form and the types of its values. Does not own the settings' names (`settings.py`) or which
+file is read when (`command_line.py`).
+
+The scalars are those of YAML 1.2's core schema, which is what people expect: `1e-3` is a number, `no` and
+`2024-01-01` are strings, and a quoted number is no number.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+from collections.abc import Hashable
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import yaml
+
+from pushreduce.settings import Settings, SettingsError
+
+
+def to_yaml(settings: Settings) -> str:
+    """All settings, in the order of their definition; `from_yaml` is the inverse."""
+    return yaml.dump(asdict(settings), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def load(path: Path) -> Settings:
+    """The settings in the file at `path`.
+
+    Raises:
+        SettingsError: the file cannot be read, or as in `from_yaml`.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"settings file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"settings file {path} is not UTF-8 text: write it as UTF-8") from error
+    return from_yaml(text, source=str(path))
+
+
+def from_yaml(text: str, *, source: str) -> Settings:
+    """The settings that `text` gives, defaults for the rest. `source` names the file in error messages.
+
+    Raises:
+        SettingsError: no valid YAML, a key twice, an unknown key (the nearest is named), a wrong type.
+    """
+    try:
+        # Safe: _Loader is yaml's SafeLoader with another table of scalars.
+        content = yaml.load(text, Loader=_Loader)
+        return _build(Settings, {} if content is None else content, place="")
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise SettingsError(f"{source}{line}: {error.problem}") from error
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{source}: {' '.join(str(error).split())}") from error
+    except SettingsError as error:
+        raise SettingsError(f"{source}: {error}") from error
+
+
+_Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice; yaml's own keeps the last one silently."""
+
+    yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [key.value for key, _ in node.value]
+        for index, (key, _) in enumerate(node.value):
+            if key.value in keys[:index]:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value!r} is given twice: keep one", key.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes exactly those strings that `_Loader` would not read as strings, and writes sections as
+    blocks."""
+
+    yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _tag, _pattern, _first in (
+    ("null", r"null|Null|NULL|~|", ["n", "N", "~", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.")),
+):
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
+_Dumper.add_representer(
+    tuple, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
+)
+
+
+def _build(section: type[Any], content: Any, place: str) -> Any:
+    if not isinstance(content, dict):
+        where = f"section {place.rstrip('.')}" if place else "the file"
+        raise SettingsError(f"{where} must be a mapping of names to values (name: value)")
+    types_by_name: dict[str, Any] = get_type_hints(section)
+    given = {}
+    for name, value in content.items():
+        if name not in types_by_name:
+            raise SettingsError(f"unknown setting {place}{name}{_suggestion(str(name))}")
+        annotation = types_by_name[name]
+        if isinstance(annotation, type) and is_dataclass(annotation):
+            given[name] = _build(annotation, value, place=f"{place}{name}.")
+            continue
+        try:
+            given[name] = _convert(value, annotation)
+        except (TypeError, OverflowError) as error:
+            raise SettingsError(f"{place}{name} must be {_words(annotation)}, but is {value!r}") from error
+    return section(**given)
+
+
+def _suggestion(name: str) -> str:
+    """The full name (section.name) of the setting most like `name`, which may be in another section."""
+    full_names = {}
+    for item in fields(Settings):
+        default = getattr(Settings(), item.name)
+        full_names[item.name] = item.name
+        if is_dataclass(default):
+            full_names |= {inner.name: f"{item.name}.{inner.name}" for inner in fields(default)}
+    matches = difflib.get_close_matches(name, full_names, n=1)
+    return f": did you mean {full_names[matches[0]]}?" if matches else ": see --help for the names"
+
+
+def _convert(value: Any, annotation: Any) -> Any:
+    """`value` as `annotation` (a scalar type, Literal, tuple[T, ...], T | None); TypeError where it is not
+    one."""
+    origin = get_origin(annotation)
+    if origin is types.UnionType:
+        inner, none = get_args(annotation)
+        assert none is types.NoneType
+        return None if value is None else _convert(value, inner)
+    if origin is tuple and type(value) is list:
+        return tuple(_convert(element, get_args(annotation)[0]) for element in value)
+    if origin is Literal and type(value) is str and value in get_args(annotation):
+        return value
+    if annotation is float and type(value) is int:
+        return float(value)
+    # Not isinstance: True would pass for an int.
+    if type(value) is not annotation:
+        raise TypeError
+    return value
+
+
+def _words(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is types.UnionType:
+        return f"{_words(arguments[0])} or null"
+    if origin is tuple:
+        return "a list of numbers"
+    if origin is Literal:
+        return "one of " + ", ".join(arguments)
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text (quoted)"}[annotation]

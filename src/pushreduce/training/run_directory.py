@@ -1,0 +1,178 @@
+"""The directory of a run: its name, the paths in it, and writing files so that they are whole or absent.
+
+Owns where things lie and who makes the directory. Does not own what the files contain (`metrics.py`,
+`checkpoint.py`, ...), apart from `settings.yaml`, whose presence says that the directory holds a run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+from pushreduce.communication.base import Communicator
+from pushreduce.settings import Settings
+from pushreduce.settings_file import to_yaml
+from pushreduce.training.agreement import agree_with_root
+
+
+class RunDirectory:
+    """Paths of one run. `create` makes the directory; the constructor only names it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.settings_yaml = path / "settings.yaml"
+        self.environment_json = path / "environment.json"
+        self.log_txt = path / "log.txt"
+        self.tensorboard = path / "tensorboard"
+        self.checkpoints = path / "checkpoints"
+        self.model_pt = path / "model.pt"
+        self.summary_json = path / "summary.json"
+        self.curves_png = path / "curves.png"
+
+    def metrics(self, rank: int) -> Path:
+        return self.path / f"metrics.rank{rank}.jsonl"
+
+    def trace(self, rank: int) -> Path:
+        return self.path / f"trace.rank{rank}.jsonl"
+
+    def save_settings(self, settings: Settings) -> None:
+        """Writes `settings.yaml`; call it on rank 0 only.
+
+        Without `run_dir` and `resume`, which say where a run lies and not what it is: so the file can be
+        given to `--settings` for another run, and the directory can be moved.
+        """
+        write_atomically(self.settings_yaml, to_yaml(replace(settings, run_dir=None, resume=False)).encode())
+
+    @classmethod
+    def create(cls, settings: Settings, communicator: Communicator) -> RunDirectory:
+        """The run's directory, the same on all ranks. Collective.
+
+        A new run's directory is made and its settings are saved in it; of a resumed run nothing is changed
+        (call `save_settings` once its checkpoint has been restored). Come here last in set-up: after it, the
+        directory holds a run.
+
+        Raises:
+            ValueError: on all ranks alike, nothing left behind: the directory already holds a run (or, to
+                resume, none), cannot be written, or is not on a file system that all ranks share.
+        """
+        path, token, is_new = agree_with_root(communicator, lambda: _claim(settings))
+        # By name, not by listing: a network file system may have cached the directory as it was.
+        blind = [rank for rank, seen in enumerate(communicator.allgather(_reads(token))) if not seen]
+        agree_with_root(communicator, lambda: _settle(cls(path), settings, token, is_new, blind))
+        return cls(path)
+
+
+def _claim(settings: Settings) -> tuple[Path, Path, bool]:
+    """The directory, a token file in it, and whether the directory is new."""
+    path = Path(settings.run_dir).absolute() if settings.run_dir is not None else None
+    is_new = False
+    try:
+        if path is None:
+            path, is_new = _make_unused(settings), True
+        holds_run = (path / "settings.yaml").exists()
+        if settings.resume and not holds_run:
+            raise ValueError(f"{path} holds no run to go on with: correct --run-dir, or leave --resume out")
+        if holds_run and not settings.resume:
+            raise ValueError(
+                f"{path} already holds a run: add --resume to go on with it, or change --run-dir"
+            )
+        if not path.is_dir():
+            path.mkdir(parents=True)
+            is_new = True
+        # The name is the content, so that no other file can be mistaken for it.
+        token = path / f".tmp-shared-{secrets.token_hex(8)}"
+        write_atomically(token, token.name.encode())
+    except OSError as error:
+        if is_new and path is not None:
+            path.rmdir()
+        raise _unwritable(path or Path("runs").absolute(), error) from error
+    return path, token, is_new
+
+
+def _settle(
+    run_directory: RunDirectory, settings: Settings, token: Path, is_new: bool, blind: list[int]
+) -> None:
+    """Takes the token away and saves the settings, or takes everything away and says what is wrong."""
+    path = run_directory.path
+    try:
+        token.unlink()
+        if not blind and not settings.resume:
+            run_directory.save_settings(settings)
+    except OSError as error:
+        if is_new:
+            path.rmdir()
+        raise _unwritable(path, error) from error
+    if blind:
+        if is_new:
+            path.rmdir()
+        raise ValueError(
+            f"run directory {path} is not seen by ranks {', '.join(map(str, blind))}: "
+            f"choose a --run-dir on a file system that all hosts share"
+        )
+
+
+def _unwritable(path: Path, error: OSError) -> ValueError:
+    return ValueError(f"run directory {path} cannot be used ({error.strerror}): choose another --run-dir")
+
+
+def _reads(token: Path) -> bool:
+    try:
+        return token.read_bytes() == token.name.encode()
+    except OSError:
+        return False
+
+
+def _make_unused(settings: Settings) -> Path:
+    """Makes runs/DATASET-ALGORITHM-TIME below the working directory, with -2, -3, ... where that exists."""
+    stem = f"{settings.data.dataset}-{settings.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in itertools.count(1):
+        path = Path("runs").absolute() / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            # Another job's of the same second; where `runs` itself is a file, no number helps.
+            if not path.exists():
+                raise
+    raise AssertionError
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to that appears at `path` on leaving the block: whole, on disk, in place of any other.
+
+    Where the block raises, `path` stays as it was. OSError as from any writing.
+    """
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """`content` at `path`, as `atomic_file` does it."""
+    with atomic_file(path) as file:
+        file.write(content)
+
+
+def sync_directory(path: Path) -> None:
+    """Returns when the names in the directory `path` are on disk: without it, a crash may undo a rename."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
