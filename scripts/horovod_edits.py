@@ -2,8 +2,8 @@
 
     python scripts/horovod_edits.py SOURCE_DIR --torch 2.14.1 [--gpu]
 
-Owns what is changed in the source; `build_horovod.sh` owns fetching, building and keeping it. Every edit says how often
-its text must occur and is checked to have applied: a Horovod that does not look as expected is refused, never built.
+Owns what is changed in the source; `build_horovod.sh` owns fetching, building and keeping it. The text of every
+edit must occur exactly once: a Horovod that does not look as expected is refused, never built without an edit.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def apply(source: Path, chosen: list[Edit]) -> None:
         text = path.read_text()
         if text.count(edit.old) != 1:
             raise ValueError(
-                f"{edit.path}: {edit.old!r} occurs {text.count(edit.old)} times instead of once ({edit.why}): "
-                "this is not the source of Horovod 0.28.1"
+                f"{edit.path}: {edit.old!r} occurs {text.count(edit.old)} times instead of once "
+                f"({edit.why}): this is not the source of Horovod 0.28.1"
             )
         path.write_text(text.replace(edit.old, edit.new))
         print(f"edited {edit.path}: {edit.why}")
