@@ -1,0 +1,46 @@
+# shellcheck shell=bash
+# What the shell scripts share; sourced, never run. Needs $root (the checkout) set.
+
+fail() {
+  echo "error: $*" >&2
+  exit 1
+}
+
+# Runs a command whose output goes to a log, and says every few seconds how far it is, so that nobody wonders.
+#   with_progress LOG STATUS_FUNCTION COMMAND...     STATUS_FUNCTION prints a few words; nothing: no line
+with_progress() {
+  local log=$1 status=$2 started=$SECONDS shown="" now pid
+  shift 2
+  "$@" >"$log" 2>&1 &
+  pid=$!
+  # A background process of a script ignores SIGINT: without this, Ctrl-C would leave it running.
+  trap 'kill "$pid" 2>/dev/null; exit 130' INT TERM
+  while kill -0 "$pid" 2>/dev/null; do
+    sleep 1
+    now=$($status)
+    if [ -n "$now" ] && [ "$now" != "$shown" ]; then
+      shown=$now
+      echo "      $now, $((SECONDS - started)) s"
+    fi
+  done
+  trap - INT TERM
+  wait "$pid"
+}
+
+# The PATH without this checkout's own environments: the MPI that they hold is not the system's.
+path_without_environments() {
+  tr ':' '\n' <<<"$PATH" | grep -vE "^$root/\.venv[^/]*/bin/?$" | paste -sd: -
+}
+
+# Puts an environment made by setup.sh on PATH, as its `activate` does, with what its MPI needs from a launching script.
+#   enter_environment VENV
+enter_environment() {
+  unset PYTHONHOME
+  # shellcheck disable=SC1091
+  source "$1/bin/activate"
+  # Open MPI's mpirun refuses root, who is the only user in many containers.
+  if [ "$(id -u)" = 0 ]; then
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    export PRTE_ALLOW_RUN_AS_ROOT=1 PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1
+  fi
+}

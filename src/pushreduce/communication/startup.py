@@ -1,0 +1,300 @@
+"""The beginning and the end of a process: MPI, then Horovod, everywhere in this order; and how a job ends early.
+
+Owns the setting of what must be set before MPI starts (decided in `mpi_settings.py`), the checks that MPI and
+Horovod are fit to be used together, exit codes, the exception hook and the signal flag. The communication of a run is
+`horovod_mpi.py`'s. mpi4py and Horovod are imported inside functions only: importing this module starts nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+from pushreduce.communication import mpi_settings
+
+BAD_INPUT = 2
+"""Exit code for what the user can put right."""
+
+_OTHER_MPI = "use an MPI that has it (scripts/setup.sh --mpi mpich)"
+_SETTINGS = ("HOROVOD_", "OMPI_MCA_", "PRTE_MCA_", "MPIR_CVAR_", "UCX_", "FI_", "NCCL_", "OMP_")
+_settings_made: dict[str, str] = {}
+
+
+class StartupError(ValueError):
+    """MPI and Horovod cannot be used as they are; one line, with the remedy. Raised on all ranks."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process's place in the job."""
+
+    rank: int
+    size: int
+    local_rank: int
+    """Rank among the processes of this host."""
+    local_size: int
+    mpi_library: str
+    """First line of what `MPI_Get_library_version` says."""
+
+
+def start(*, quiet: bool = False) -> Process:
+    """Starts MPI at MPI_THREAD_MULTIPLE and Horovod on it. Collective; a second call returns the same.
+
+    Sets one torch thread a rank unless OMP_NUM_THREADS is set. Warns on rank 0, unless `quiet`, where a host has
+    more ranks than cores.
+
+    Raises:
+        StartupError: on all ranks alike, where MPI or Horovod is missing, the thread level is below
+            MPI_THREAD_MULTIPLE, there are two MPI libraries, or they or the launcher disagree about ranks.
+    """
+    one_thread = os.environ.setdefault("OMP_NUM_THREADS", "1") == "1"
+    mpi = _start_mpi()
+    world = mpi.COMM_WORLD
+    launch = mpi_settings.read_launch(os.environ)
+    if world.size == 1 and launch.num_ranks > 1:
+        raise StartupError(
+            f"the launcher started {launch.num_ranks} ranks ({launch.variable}), but each believes that it is alone: "
+            f"the launcher is not that of {_library(mpi)}; use mpirun or horovodrun of the activated environment"
+        )
+    try:
+        import horovod.torch as hvd
+    except ImportError as error:
+        problem = f"Horovod cannot be loaded ({_one_line(error)}); run scripts/setup.sh"
+    else:
+        problem = _unfit_before_horovod(mpi)
+    _agree(world, problem)
+    hvd.init()
+    problem = ""
+    if (hvd.rank(), hvd.size()) != (world.rank, world.size):
+        problem = (
+            f"MPI calls this rank {world.rank} of {world.size}, Horovod {hvd.rank()} of {hvd.size()}: Horovod does "
+            "not run on this MPI; unset HOROVOD_CONTROLLER, or build Horovod again with scripts/setup.sh"
+        )
+    elif not hvd.mpi_threads_supported():
+        problem = f"Horovod says that {_library(mpi)} has no MPI_THREAD_MULTIPLE; {_OTHER_MPI}"
+    _agree(world, problem)
+    import torch
+
+    if one_thread:
+        torch.set_num_threads(1)
+    host = world.Split_type(mpi.COMM_TYPE_SHARED)
+    process = Process(world.rank, world.size, host.rank, host.size, _library(mpi))
+    host.Free()
+    crowded = [size for size in world.allgather(process.local_size - _num_cores()) if size > 0]
+    if crowded and process.rank == 0 and not quiet:
+        _say(
+            f"warning: up to {max(crowded)} more ranks than cores on a host: times are not those of a real cluster"
+        )
+    return process
+
+
+def rank_without_horovod() -> int:
+    """This process's rank; starts MPI only. For messages about settings, before anything else is imported.
+
+    Where MPI itself cannot be started: the rank that the launcher's environment names, or 0.
+    """
+    launch = mpi_settings.read_launch(os.environ)
+    try:
+        world = _start_mpi().COMM_WORLD
+    except StartupError:
+        return launch.rank
+    # Launched by another MPI's mpirun, every rank is rank 0 of 1 to MPI.
+    return launch.rank if world.size == 1 else world.rank
+
+
+def exit_with_bad_input(message: str) -> NoReturn:
+    """Prints `error: message` on rank 0 only and exits with code 2 on all. To be called by all ranks."""
+    if rank_without_horovod() == 0:
+        _say(f"error: {message}")
+    try:
+        mpi = _start_mpi()
+    except StartupError:
+        sys.exit(BAD_INPUT)
+    # Some launchers end all ranks when the first has gone with a code: the message must be out by then.
+    mpi.COMM_WORLD.Barrier()
+    shut_down()
+    sys.exit(BAD_INPUT)
+
+
+def abort_with_bad_input(message: str) -> NoReturn:
+    """Prints `error: rank R (host): message` and ends all ranks with code 2. For one rank alone, anywhere."""
+    _abort(f"error: rank {rank_without_horovod()} ({socket.gethostname()}): {message}", BAD_INPUT)
+
+
+def install_exception_hook() -> None:
+    """From now on an uncaught exception in any thread prints its traceback and ends all ranks with code 1."""
+
+    def end(kind: type[BaseException], value: BaseException | None, trace: TracebackType | None) -> None:
+        name = f"[rank {rank_without_horovod()} on {socket.gethostname()}] "
+        lines = "".join(traceback.format_exception(kind, value, trace)).rstrip().split("\n")
+        _abort("\n".join(name + line for line in lines), 1)
+
+    def end_thread(arguments: threading.ExceptHookArgs) -> None:
+        if arguments.exc_type is not SystemExit:
+            end(arguments.exc_type, arguments.exc_value, arguments.exc_traceback)
+
+    sys.excepthook = end
+    threading.excepthook = end_thread
+
+
+def install_signal_flag() -> Callable[[], int | None]:
+    """SIGTERM and SIGINT set a flag from now on; returns its reader: the first signal's number, or None.
+
+    A second SIGINT aborts the job at once, with exit code 130.
+    """
+    received: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and signal.SIGINT in received:
+            _abort(f"rank {rank_without_horovod()}: interrupted twice, aborting", 128 + number)
+        received.append(number)
+
+    signal.signal(signal.SIGTERM, note)
+    signal.signal(signal.SIGINT, note)
+    return lambda: received[0] if received else None
+
+
+def shut_down() -> None:
+    """Stops Horovod; MPI is finalised later, when the interpreter ends. Collective, idempotent."""
+    if "horovod.torch" in sys.modules:
+        import horovod.torch as hvd
+
+        if hvd.is_initialized():
+            hvd.shutdown()
+
+
+def describe_environment() -> dict[str, Any]:
+    """This rank's part of `environment.json`: commit, versions, host, settings; JSON types only. After `start`."""
+    import horovod
+    import mpi4py
+    import torch
+
+    mpi = _start_mpi()
+    ring = "MPIR_CVAR_COLL_SELECTION_TUNING_JSON_FILE" in _settings_made
+    return {
+        "commit": _commit(),
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "horovod": horovod.__version__,
+        "mpi4py": mpi4py.__version__,
+        "mpi_library": _library(mpi),
+        "platform": platform.platform(),
+        "num_ranks": mpi.COMM_WORLD.size,
+        "host": {
+            "name": socket.gethostname(),
+            "cores": _num_cores(),
+            "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        },
+        "torch_threads_per_rank": torch.get_num_threads(),
+        "all_reduce": f"ring from {mpi_settings.RING_THRESHOLD_BYTES} bytes" if ring else "the MPI's default",
+        "settings_made": dict(_settings_made),
+        "settings_of_user": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_SETTINGS) and name not in _settings_made
+        },
+    }
+
+
+def _start_mpi() -> Any:
+    """The module `mpi4py.MPI`, initialised; what this MPI needs is in the environment before it starts."""
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = True
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise StartupError(f"MPI cannot be loaded ({_one_line(error)}); run scripts/setup.sh") from error
+    if not MPI.Is_initialized():
+        import psutil
+
+        launch = mpi_settings.read_launch(os.environ)
+        version = MPI.Get_library_version()
+        made = mpi_settings.before_mpi(version, launch, _num_cores(), psutil.net_if_addrs(), os.environ)
+        libraries = mpi_settings.mpi_libraries(Path("/proc/self/maps").read_text())
+        if mpi_settings.library_name(version) == "mpich" and len(libraries) == 1:
+            made |= mpi_settings.ring_variables(Path(libraries[0]), launch, os.environ)
+        os.environ.update(made)
+        _settings_made.update(made)
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    return MPI
+
+
+def _unfit_before_horovod(mpi: Any) -> str:
+    libraries = mpi_settings.mpi_libraries(Path("/proc/self/maps").read_text())
+    if len(libraries) > 1:
+        return (
+            f"two MPI libraries in one process ({', '.join(libraries)}): Horovod and mpi4py were built for "
+            "different MPIs; run scripts/setup.sh again, and mpirun or horovodrun of the activated environment"
+        )
+    if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
+        return f"{_library(mpi)} has no MPI_THREAD_MULTIPLE; {_OTHER_MPI}"
+    return ""
+
+
+def _agree(world: Any, problem: str) -> None:
+    """Raises the first rank's problem on all ranks, so that none goes on alone."""
+    for rank, other in enumerate(world.allgather(problem)):
+        if other:
+            raise StartupError(other if world.size == 1 else f"{other} (seen on rank {rank})")
+
+
+def _abort(message: str, code: int) -> NoReturn:
+    _say(message)
+    try:
+        mpi = _start_mpi()
+    except StartupError:
+        os._exit(code)
+    mpi.COMM_WORLD.Abort(code)
+    os._exit(code)
+
+
+def _say(message: str) -> None:
+    # One write: a launcher labels, and mixes, what it gets in pieces.
+    sys.stdout.flush()
+    sys.stderr.write(message + "\n")
+    sys.stderr.flush()
+
+
+def _library(mpi: Any) -> str:
+    return " ".join(mpi.Get_library_version().split("\n")[0].strip("\0, ").split(",")[0].split())
+
+
+def _one_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+def _num_cores() -> int:
+    # Not the affinity: launchers bind each rank to a core or two.
+    return os.cpu_count() or 1
+
+
+def _commit() -> str | None:
+    """The checkout's commit, "-dirty" where files differ from it; None outside a checkout."""
+    command = [
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
