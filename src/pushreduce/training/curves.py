@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 
-import matplotlib.pyplot as plt  # noqa: E402
-import numpy as np  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.ticker import PercentFormatter  # noqa: E402
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogFormatter, MaxNLocator, StrMethodFormatter
 
-from pushreduce.training.metrics import read_records  # noqa: E402
-from pushreduce.training.summary import PHASES, Summary  # noqa: E402
+from pushreduce.training.metrics import read_records
+from pushreduce.training.summary import PHASES, Summary
 
 # Okabe and Ito's palette: told apart by colour-blind readers too.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
@@ -31,7 +32,7 @@ _PHASE_COLOURS = {
     "blocked": "#D55E00",
     "other": "#BBBBBB",
 }
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -59,7 +60,7 @@ class _Curves:
 
 
 def draw_curves(run_dirs: Path | Sequence[Path], png: Path, labels: Sequence[str] | None = None) -> None:
-    """Draws training and validation loss and top-1 accuracy, by epoch and by wall clock, from rank 0's records.
+    """Draws loss and top-1 accuracy, by epoch and by wall clock, from the records of rank 0.
 
     Args:
         run_dirs: one run, or several to be compared; finished or not.
@@ -85,9 +86,10 @@ def draw_comparison(
     with matplotlib.rc_context(_STYLE):
         height = 0.9 + 0.32 * len(run_dirs)
         figure = plt.figure(figsize=(9, 6.2 + height))
-        upper, lower = figure.subfigures(2, 1, height_ratios=(6.2, height))
-        _draw_runs(upper.subplots(2, 2, sharey="row"), run_dirs, labels)
-        _draw_iterations(lower.subplots(), summaries, labels)
+        grid = figure.add_gridspec(2, 1, height_ratios=(6.2, height))
+        above, below = figure.add_subfigure(grid[0]), figure.add_subfigure(grid[1])
+        _draw_runs(above.subplots(2, 2, sharey="row"), run_dirs, labels)
+        _draw_iterations(below.subplots(), summaries, labels)
         figure.savefig(png)
         plt.close(figure)
 
@@ -128,14 +130,20 @@ def _draw_runs(axes: np.ndarray, run_dirs: Sequence[Path], labels: Sequence[str]
                 color=colour,
                 label=label + top1,
             )
-    for column, x_label in enumerate(("epoch (global samples / training set)", f"wall clock ({unit})")):
-        axes[0, column].set_yscale("log")
-        axes[1, column].yaxis.set_major_formatter(PercentFormatter(decimals=None, symbol=" %"))
+    for column, x_label in enumerate(("epoch", f"wall clock ({unit})")):
+        if any(
+            (curves.loss > 0).any() for curves in all_curves
+        ):  # else there is nothing a logarithm can show
+            axes[0, column].set_yscale("log")
+            axes[0, column].yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axes[0, column].yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+        axes[0, column].xaxis.set_major_locator(MaxNLocator("auto", steps=(1, 2, 5, 10)))
+        axes[1, column].xaxis.set_major_locator(MaxNLocator("auto", steps=(1, 2, 5, 10)))
         for row in (0, 1):
             axes[row, column].set_xlabel(x_label)
             axes[row, column].set_xlim(left=0)
     axes[0, 0].set_ylabel("loss" if alone else "loss (line: training, dots: validation)")
-    axes[1, 0].set_ylabel("top-1 accuracy (line: consensus model,\nband: lowest to highest rank)")
+    axes[1, 0].set_ylabel("top-1 accuracy (%)\n(line: consensus model, band: all ranks)")
     if alone:
         axes[0, 0].legend()
     axes[1, 0].legend(loc="lower right")
@@ -151,7 +159,7 @@ def _draw_iterations(axis: Axes, summaries: Sequence[Summary], labels: Sequence[
         axis.barh(labels, milliseconds, left=left, height=0.65, color=_PHASE_COLOURS[phase], label=name)
         left += milliseconds
     for row, end in enumerate(left):
-        axis.annotate(f"{end:.3g} ms", (end, row), xytext=(3, 0), textcoords="offset points", va="center")
+        axis.annotate(f"{end:#.3g} ms", (end, row), xytext=(3, 0), textcoords="offset points", va="center")
     axis.margins(x=0.12)
     axis.set_xlim(left=0)
     axis.invert_yaxis()

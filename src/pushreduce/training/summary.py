@@ -47,7 +47,7 @@ def summarise(
     Returns:
         The facts, and samples, epochs, wall_seconds, steps_per_rank, top1_percent, validation_loss,
         consensus_distance (of the last evaluation), images_per_second (of all ranks together), and for
-        iteration and each of PHASES `<name>_ms_median` and `<name>_ms_mean`. None where the run was too short.
+        iteration and each of PHASES `<name>_ms_median` and `<name>_ms_mean`. None: too short a run.
     """
     ranks = [_Rank(records), *(_Rank(other) for other in other_ranks)]
     first = ranks[0]
