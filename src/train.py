@@ -1,8 +1,8 @@
 """Trains a model with decentralised SGD.
 
-    horovodrun -np 4 python src/train.py              four workers on this machine, LASGD on digits
-    mpirun -np 4 python src/train.py --tau-max 5      the same by MPI's own launcher
-    python src/train.py --help                        one worker needs no launcher; all options
+horovodrun -np 4 python src/train.py              four workers on this machine, LASGD on digits
+mpirun -np 4 python src/train.py --tau-max 5      the same by MPI's own launcher
+python src/train.py --help                        one worker needs no launcher; all options
 """
 
 from pushreduce.main import main

@@ -16,7 +16,9 @@ from pushreduce import command_line
 from pushreduce.communication import startup
 from pushreduce.settings import Settings, SettingsError
 
-if TYPE_CHECKING:  # torch, MPI and Horovod are imported after the command line has been read: --help answers at once
+if (
+    TYPE_CHECKING
+):  # torch, MPI and Horovod are imported after the command line has been read: --help answers at once
     import torch
 
     from pushreduce.communication.base import Communicator
@@ -39,13 +41,13 @@ def main(argv: list[str] | None = None) -> None:
 
     try:
         exit_code = _run(settings, HorovodMPI(), stop_signal)
-    except BadInput as error:
+    except BadInputError as error:
         startup.exit_with_bad_input(str(error))
     startup.shut_down()
     sys.exit(exit_code)
 
 
-class BadInput(ValueError):
+class BadInputError(ValueError):
     """A mistake of the user's, known to all ranks."""
 
 
@@ -83,7 +85,7 @@ def _run(settings: Settings, communicator: Communicator, stop_signal: Callable[[
     try:
         ended = loop.run()
     except CheckpointError as error:
-        raise BadInput(str(error)) from error
+        raise BadInputError(str(error)) from error
     if communicator.rank == 0:
         console.conclude(settings, communicator, loop, environment[0], ended=ended)
     return 0 if ended else 128 + (stop_signal() or signal.SIGTERM)
@@ -101,8 +103,8 @@ def _device(settings: Settings, communicator: Communicator) -> torch.device:
     num_devices = torch.cuda.device_count()
     if settings.training.device == "cuda" and num_devices <= communicator.local_rank:
         raise ValueError(
-            f"--device cuda: local rank {communicator.local_rank} finds {num_devices} GPUs on its host: start at most one "
-            "rank a GPU, or use --device cpu"
+            f"--device cuda: local rank {communicator.local_rank} finds {num_devices} GPUs on its host: "
+            "start at most one rank a GPU, or use --device cpu"
         )
     if settings.training.device == "cpu" or num_devices <= communicator.local_rank:
         return torch.device("cpu")
@@ -125,15 +127,12 @@ def _evaluate_file(
 
 
 def _on_all_ranks(communicator: Communicator, build: Callable[[], T]) -> T:
-    """`build()` on every rank; where it raises ValueError on any, BadInput on all."""
-    result, error = None, None
+    """`build()` on every rank; where it raises ValueError on any, BadInputError on all."""
+    from pushreduce.training.agreement import agree
+
+    built: list[T] = []
     try:
-        result = build()
-    except ValueError as raised:
-        error = str(raised)
-    errors = communicator.allgather(error)
-    failed = [rank for rank, message in enumerate(errors) if message is not None]
-    if failed:
-        where = "" if len(failed) == communicator.size else f"rank {failed[0]}: "
-        raise BadInput(where + errors[failed[0]])
-    return result  # type: ignore[return-value]
+        agree(communicator, lambda: built.append(build()))
+    except ValueError as error:
+        raise BadInputError(str(error)) from error
+    return built[0]

@@ -58,7 +58,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.failed and "mpi4py.MPI" in sys.modules:
         from mpi4py import MPI
 
-        print(f"rank {MPI.COMM_WORLD.rank}: {report.nodeid} failed\n{report.longreprtext}", file=sys.stderr, flush=True)
+        print(
+            f"rank {MPI.COMM_WORLD.rank}: {report.nodeid} failed\n{report.longreprtext}",
+            file=sys.stderr,
+            flush=True,
+        )
         MPI.COMM_WORLD.Abort(1)
 
 
@@ -80,6 +84,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "ranks" in metafunc.fixturenames:
         communicator = getattr(metafunc.config, "communicator", None)
         if communicator is not None:
-            metafunc.parametrize("ranks", [Ranks(communicator.size, communicator)], ids=[f"n{communicator.size}"])
+            metafunc.parametrize(
+                "ranks", [Ranks(communicator.size, communicator)], ids=[f"n{communicator.size}"]
+            )
         else:
-            metafunc.parametrize("ranks", [Ranks(n, None) for n in SIMULATED_SIZES], ids=[f"n{n}" for n in SIMULATED_SIZES])
+            metafunc.parametrize(
+                "ranks", [Ranks(n, None) for n in SIMULATED_SIZES], ids=[f"n{n}" for n in SIMULATED_SIZES]
+            )

@@ -33,7 +33,9 @@ def model(dtype: torch.dtype = torch.float64) -> nn.Linear:
 
 def backward(linear: nn.Linear, rank: int, step: int, num_samples: int = 5) -> torch.Tensor:
     """Leaves the gradient of one step in `.grad`; returns the loss."""
-    features, targets = (torch.from_numpy(array).to(linear.weight.dtype) for array in batch(rank, step, num_samples))
+    features, targets = (
+        torch.from_numpy(array).to(linear.weight.dtype) for array in batch(rank, step, num_samples)
+    )
     loss = (linear(features)[:, 0] - targets).square().mean()
     loss.backward()
     return loss.detach()

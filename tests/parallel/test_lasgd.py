@@ -10,12 +10,14 @@ import torch
 from pushreduce.algorithms import LASGD
 from pushreduce.communication.base import Communicator
 from pushreduce.settings import LASGDSettings
-from pushreduce.simulation.global_view import SGDRule, replay_lasgd
+from pushreduce.simulation import global_view
 
 SGD = {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}
 
 
-def run_lasgd(communicator: Communicator, num_steps: int, settings: LASGDSettings, speed_seconds: float = 1e-4) -> dict:
+def run_lasgd(
+    communicator: Communicator, num_steps: int, settings: LASGDSettings, speed_seconds: float = 1e-4
+) -> dict:
     """Trains on the rank's data, at a pace of its own; returns where it ended, and its trace."""
     model, events = least_squares.model(), []
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
@@ -27,12 +29,19 @@ def run_lasgd(communicator: Communicator, num_steps: int, settings: LASGDSetting
         communicator.clock.sleep(random.exponential(speed_seconds))
         algorithm.step(num_samples=5)
     algorithm.finish()
-    return {"x": least_squares.vector(model), "events": events, "progress": algorithm.progress, "stats": algorithm.stats}
+    return {
+        "x": least_squares.vector(model),
+        "events": events,
+        "progress": algorithm.progress,
+        "stats": algorithm.stats,
+    }
 
 
 def oracle(results: list[dict], settings: LASGDSettings) -> np.ndarray:
-    rule = SGDRule(momentum=SGD["momentum"], nesterov=SGD["nesterov"], weight_decay=SGD["weight_decay"])
-    return replay_lasgd(
+    rule = global_view.SGD(
+        momentum=SGD["momentum"], nesterov=SGD["nesterov"], weight_decay=SGD["weight_decay"]
+    )
+    return global_view.replay_lasgd(
         least_squares.vector(least_squares.model()),
         [result["events"] for result in results],
         least_squares.gradient,
@@ -175,7 +184,9 @@ def _to_file(value):
 def test_a_request_to_stop_reaches_all_alike(ranks):
     def body(communicator):
         model = least_squares.model()
-        algorithm = LASGD(model, torch.optim.SGD(model.parameters(), lr=0.0), communicator, LASGDSettings(tau_max=2))
+        algorithm = LASGD(
+            model, torch.optim.SGD(model.parameters(), lr=0.0), communicator, LASGDSettings(tau_max=2)
+        )
         num_steps = 0
         while not algorithm.progress.stop_requested:
             if communicator.rank == communicator.size - 1 and num_steps == 7:

@@ -42,7 +42,7 @@ def test_tied_frozen_and_narrow_parameters(ranks, algorithm_class, dtype):
             optimizer.zero_grad()
             loss = (model(x) - x).float().square().mean()
             loss.backward()
-            losses.append(float(loss))
+            losses.append(loss.item())
             algorithm.step(6)
         algorithm.finish()
         assert model.out.weight is model.embed.weight
@@ -95,7 +95,9 @@ def test_consensus_pools_batch_norm_and_gives_everything_back(ranks, algorithm_c
         return mean, variance, inside["1.running_mean"].numpy(), inside["1.running_var"].numpy()
 
     results = ranks.run(body)
-    means, variances = (np.array([result[i] for result in results], np.float32).astype(np.float64) for i in (0, 1))
+    means, variances = (
+        np.array([result[i] for result in results], np.float32).astype(np.float64) for i in (0, 1)
+    )
     for *_, pooled_mean, pooled_variance in results:
         np.testing.assert_allclose(pooled_mean, means.mean(0), rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(pooled_variance, variances.mean(0) + means.var(0), rtol=1e-5)

@@ -74,7 +74,7 @@ def test_rare_waiting_shows_in_the_mean_and_means_add_up() -> None:
     assert summary["blocked_ms_median"] == 0
     assert summary["blocked_ms_mean"] == pytest.approx(10, rel=0.2)
     phases = sum(summary[f"{phase}_ms_mean"] for phase in PHASES)
-    assert 0 <= summary["iteration_ms_mean"] - phases
+    assert summary["iteration_ms_mean"] - phases >= 0
 
 
 def test_times_are_pooled_over_ranks() -> None:

@@ -3,9 +3,9 @@
 The average of a parameter's gradient starts as soon as `backward()` has finished it (a post-accumulate-gradient hook),
 so that communication overlaps the rest of the backward pass; Horovod fuses what is ready at the same time.
 
-The mean is over samples: sum_i b_i g_i / sum_i b_i, with b_i the samples of rank i in this round and 0 for a rank that
-has none left. A hook cannot know b_i yet, so it sends g_i as it is; that is right when all contributing ranks have equal
-b_i, up to a factor. Only where they differ does a second average put it right.
+The mean is over samples: sum_i b_i g_i / sum_i b_i, with b_i the samples of rank i in this round, 0 for a rank that has
+none left. A hook cannot know b_i yet, so it sends g_i as it is; that is right, up to a factor, when all contributing
+ranks have equal b_i. Only where they differ does a second average put it right.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ class AllReduceSGD(Algorithm):
         self._take_round(num_samples)
 
     def finish(self) -> None:
-        for parameter in self._trainable:
-            parameter.grad = None  # nothing of an earlier step is contributed again
-        while not self._take_round(0, finishing=True):
-            pass  # others still have data: their rounds need this rank's zeros
+        all_finishing = False
+        while not all_finishing:  # others still have data: their rounds need this rank's zeros
+            for parameter in self._trainable:
+                parameter.grad = None  # what an earlier round left there is not contributed again
+            all_finishing = self._take_round(0, finishing=True)
 
     def _gradient_ready(self, index: int) -> None:
         """Runs inside `backward()`, once a parameter."""
@@ -115,7 +116,9 @@ class AllReduceSGD(Algorithm):
         self.progress.stop_requested = self.progress.stop_requested or num_stopping > 0
         return num_finishing == self.communicator.size
 
-    def _correct_for_unequal_samples(self, averages: list[torch.Tensor], num_samples: int, samples: int) -> None:
+    def _correct_for_unequal_samples(
+        self, averages: list[torch.Tensor], num_samples: int, samples: int
+    ) -> None:
         """Adds the mean of (n b_i / sum_j b_j - 1) g_i: the sample-weighted mean less the plain one."""
         factor = self.communicator.size * num_samples / samples - 1.0
         handles = [

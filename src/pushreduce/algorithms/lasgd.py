@@ -38,7 +38,9 @@ class LASGD(Algorithm):
     ) -> None:
         super().__init__(model, optimizer, communicator, max_grad_norm=max_grad_norm, recorder=recorder)
         if communicator.size > MAX_RANKS:
-            raise ValueError(f"LASGD counts exactly up to {MAX_RANKS} ranks, got {communicator.size}: use fewer")
+            raise ValueError(
+                f"LASGD counts exactly up to {MAX_RANKS} ranks, got {communicator.size}: use fewer"
+            )
         self.settings = settings or LASGDSettings()
         self._snapshot = self.parameters.new_payload(Tally.LENGTH)  # s
         self._mean = self.parameters.new_payload(Tally.LENGTH)  # z

@@ -32,7 +32,9 @@ class FlatParameters:
             raise ValueError("the model has no trainable parameters: set requires_grad on some")
         devices = {p.device for p in self.parameters}
         if len(devices) > 1:
-            raise ValueError(f"the parameters are on several devices {sorted(map(str, devices))}: move them to one")
+            raise ValueError(
+                f"the parameters are on several devices {sorted(map(str, devices))}: move them to one"
+            )
         self.device = devices.pop()
         dtypes = list(dict.fromkeys(p.dtype for p in self.parameters))
         if not all(dtype.is_floating_point for dtype in dtypes):

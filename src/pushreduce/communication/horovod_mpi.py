@@ -24,11 +24,14 @@ _SHORTEST_PAUSE_SECONDS = 20e-6
 _LONGEST_PAUSE_SECONDS = 1e-3  # Horovod's own cycle: looking more often finds nothing new
 
 
-class WallClock(Clock):
+class WallClock:
     """The machine's monotonic clock."""
 
-    now = staticmethod(time.perf_counter)
-    sleep = staticmethod(time.sleep)
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
 
 
 class HorovodMPI(Communicator):
@@ -38,7 +41,7 @@ class HorovodMPI(Communicator):
         self._world = MPI.COMM_WORLD.Dup()
         self.rank, self.size = self._world.rank, self._world.size
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
-        self.clock = WallClock()
+        self.clock: Clock = WallClock()
         self._outstanding: set[str] = set()
 
     def average_async(
@@ -54,7 +57,9 @@ class HorovodMPI(Communicator):
             work.copy_(buffer)
         result = work if not narrow else (torch.empty_like(buffer) if out is None else out)
         self._claim(name)
-        return HorovodHandle(self, name, hvd.allreduce_async_(_linear(work), name=name, op=hvd.Average), work, result)
+        return HorovodHandle(
+            self, name, hvd.allreduce_async_(_linear(work), name=name, op=hvd.Average), work, result
+        )
 
     def broadcast(self, buffer: torch.Tensor, name: str, root: int = 0) -> None:
         if buffer.numel() == 0:

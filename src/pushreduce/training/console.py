@@ -97,7 +97,9 @@ def conclude(
     assert loop.view is not None
     loop.view.close(summary)
     if not ended:
-        logger.info("stopped before the end; the checkpoint is complete. To go on:\n  %s", resume_command(loop))
+        logger.info(
+            "stopped before the end; the checkpoint is complete. To go on:\n  %s", resume_command(loop)
+        )
         return
     write_summary(directory.summary_json, summary)
     draw_curves([directory.path], directory.curves_png)

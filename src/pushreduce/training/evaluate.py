@@ -96,7 +96,9 @@ def load_model(settings: Settings, workload: Workload, device: torch.device) -> 
     try:
         weights = torch.load(path, map_location=device, weights_only=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read as a model file ({error}): give a run's model.pt".replace("\n", " ")) from error
+        raise ValueError(
+            f"{path} cannot be read as a model file ({error}): give a run's model.pt".replace("\n", " ")
+        ) from error
     model = workload.build_model().to(device, DTYPES[settings.training.dtype])
     try:
         model.load_state_dict(weights)

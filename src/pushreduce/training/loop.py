@@ -4,15 +4,17 @@ Owns the order of a run: steps until a milestone, then what is due there (evalua
 algorithm by name, no launcher and no signal; the entry point (`main.py`) hands it those.
 
 Milestones are counts of global samples. A rank leaves its steps when *it* believes that one is reached and enters
-`algorithm.finish()`, which returns when all ranks have. All act there on what they know alike: a request to stop, or the
-milestone.
+`algorithm.finish()`, which returns when all ranks have. All act there on what they know alike: a request to stop, or
+the milestone.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -20,16 +22,18 @@ import torch
 from pushreduce.algorithms import build_algorithm
 from pushreduce.communication.base import Communicator
 from pushreduce.settings import Settings
-from pushreduce.training.checkpoint import Checkpoints, model_fingerprint
-from pushreduce.training.evaluate import DTYPES, Evaluation, OwnModel, evaluate, reestimate_batch_norm
+from pushreduce.training.agreement import agree_with_root
+from pushreduce.training.checkpoint import CheckpointError, Checkpoints, fingerprint
+from pushreduce.training.evaluate import DTYPES, OwnModel, evaluate, reestimate_batch_norm
 from pushreduce.training.metrics import MetricsRecord
 from pushreduce.training.milestones import Milestones
-from pushreduce.training.run_directory import RunDirectory
+from pushreduce.training.run_directory import RunDirectory, atomic_file
 from pushreduce.training.schedule import LearningRate, build_optimizer
 from pushreduce.training.trace import Trace
 from pushreduce.training.view import RunView
 from pushreduce.workloads.base import Batch, Workload
 
+logger = logging.getLogger(__name__)
 
 
 class TrainingLoop:
@@ -65,7 +69,9 @@ class TrainingLoop:
         self.view: RunView | None = None  # what rank 0 shows while the run goes on
         self.stop_signal = stop_signal
 
-        torch.manual_seed(settings.seed)  # the same first model with any number of ranks; rank 0's is broadcast
+        torch.manual_seed(
+            settings.seed
+        )  # the same first model with any number of ranks; rank 0's is broadcast
         model = workload.build_model().to(device, self.dtype)
         self.optimizer = build_optimizer(settings.optimizer, model)
         self.trace = Trace(run_directory, communicator.rank, communicator.size) if settings.trace else None
@@ -77,7 +83,9 @@ class TrainingLoop:
         self.batches = workload.train_batches()
         self.learning_rate = LearningRate(
             settings.optimizer,
-            global_batch_size=workload.batch_size_per_rank * communicator.size * settings.optimizer.accumulation_steps,
+            global_batch_size=workload.batch_size_per_rank
+            * communicator.size
+            * settings.optimizer.accumulation_steps,
             num_train_samples=workload.num_train_samples,
             epochs=settings.training.epochs,
         )
@@ -88,10 +96,11 @@ class TrainingLoop:
         self.num_steps = 0
         self.wall_seconds = 0.0  # training only: evaluation and checkpoints are outside the clock
         self._clock_started = 0.0
-        self.last_evaluation: Evaluation | None = None
+        self.newest_checkpoint: Path | None = None
         self.resumed_from_samples = self._restore() if settings.resume else 0
         self.record = MetricsRecord(
-            run_directory.metrics(communicator.rank), keep_until_step=self.num_steps if settings.resume else None
+            run_directory.metrics(communicator.rank),
+            keep_until_step=self.num_steps if settings.resume else None,
         )
         if self.trace:
             self.trace.save_initial(self.algorithm.parameters.parameters)
@@ -107,7 +116,11 @@ class TrainingLoop:
                         self._step()
                         if self.stop_signal() is not None:
                             self.algorithm.request_stop()
-                own = OwnModel(self.algorithm, self.workload) if "evaluate" in self.milestones.next_actions else None
+                own = (
+                    OwnModel(self.algorithm, self.workload)
+                    if "evaluate" in self.milestones.next_actions
+                    else None
+                )
                 with self._on_the_clock():
                     self.algorithm.finish()
                 if progress.stop_requested:
@@ -164,12 +177,12 @@ class TrainingLoop:
             with self.algorithm.accumulating() if index + 1 < num_passes else nullcontext():
                 loss = self.workload.loss(self.model, batch) / num_passes
                 loss.backward()
-            total_loss += float(loss)
+            total_loss += loss.item()
             num_samples += batch.num_samples
         if not math.isfinite(total_loss):
             self._abort(
                 f"the loss is {total_loss} at step {self.num_steps + 1}: lower --base-lr, add --warmup-epochs or "
-                f"--max-grad-norm{self.checkpoints.describe_newest()}"
+                f"--max-grad-norm (newest checkpoint: {self.newest_checkpoint or 'none'})"
             )
         return total_loss, num_samples
 
@@ -202,10 +215,7 @@ class TrainingLoop:
             self._save_checkpoint()
 
     def _evaluate(self, own: OwnModel) -> None:
-        result = evaluate(
-            self.algorithm, self.workload, own, batch_norm=self.settings.training.batch_norm
-        )
-        self.last_evaluation = result
+        result = evaluate(self.algorithm, self.workload, own, batch_norm=self.settings.training.batch_norm)
         samples = self.algorithm.progress.samples
         record = self.record.evaluation(
             step=self.num_steps,
@@ -228,7 +238,7 @@ class TrainingLoop:
         samples = self.algorithm.progress.samples
         with self.algorithm.consensus():
             consensus = self._weights() if self.communicator.rank == 0 else None
-        self.checkpoints.save(
+        self.newest_checkpoint = self.checkpoints.save(
             self.num_steps,
             own_state={
                 "model": self.model.state_dict(),
@@ -245,21 +255,30 @@ class TrainingLoop:
                 "samples": samples,
                 "algorithm": self.settings.algorithm,
                 "milestones": self.milestones.state_dict(),
-                "model": model_fingerprint(self.model),
             },
         )
 
     def _restore(self) -> int:
         """Loads the newest intact checkpoint, if there is one. Returns its global samples. Collective."""
-        loaded = self.checkpoints.load_newest(model_fingerprint(self.model))
+        loaded = self.checkpoints.load_newest(fingerprint(self.model.state_dict()))
         if loaded is None:
             return 0
+        self.newest_checkpoint = loaded.path
         samples = int(loaded.facts["samples"])
         self.milestones.load_state_dict(loaded.facts["milestones"])
-        if loaded.own_state is None:  # another number of ranks: all begin at the consensus, with fresh optimizers
+        if (
+            loaded.own_state is None
+        ):  # another number of ranks: all begin at the consensus, with fresh optimizers
+            assert loaded.consensus_state is not None
+            logger.warning(
+                "%s is of %d ranks: all %d begin at its consensus model, with new optimizer state",
+                loaded.path,
+                loaded.facts["num_ranks"],
+                self.communicator.size,
+            )
             self.model.load_state_dict(loaded.consensus_state)
             self.algorithm.begin_at(samples)
-            self.num_steps = loaded.step
+            self.num_steps = int(loaded.facts["step"])
             return samples
         state = loaded.own_state
         self.model.load_state_dict(state["model"])
@@ -276,8 +295,17 @@ class TrainingLoop:
         with self.algorithm.consensus():
             if self.settings.training.batch_norm == "reestimate":
                 reestimate_batch_norm(self.model, self.workload, self.communicator)
-            if self.communicator.rank == 0:
-                self.run_directory.save_model(self._weights())
+            agree_with_root(self.communicator, self._write_model)
+
+    def _write_model(self) -> None:
+        path = self.run_directory.model_pt
+        try:
+            with atomic_file(path) as file:
+                torch.save(self._weights(), file)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot save {path} ({error.strerror}): make room, then add --resume"
+            ) from error
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """A plain state_dict on the CPU, each tensor with its own memory (the model's own are views of one buffer)."""

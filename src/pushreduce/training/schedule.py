@@ -43,7 +43,9 @@ class LearningRate:
             case "constant":
                 return self.peak
             case "step":
-                return self.peak * self.settings.decay_factor ** sum(e <= epoch for e in self.settings.decay_epochs)
+                return self.peak * self.settings.decay_factor ** sum(
+                    e <= epoch for e in self.settings.decay_epochs
+                )
             case "cosine":
                 done = min(1.0, (epoch - warmup) / max(self.epochs - warmup, 1e-12))
                 return self.peak * 0.5 * (1.0 + math.cos(math.pi * done))
@@ -61,6 +63,10 @@ def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> torch.opti
                 weight_decay=settings.weight_decay,
             )
         case "adam":
-            return torch.optim.Adam(model.parameters(), lr=settings.base_lr, weight_decay=settings.weight_decay)
+            return torch.optim.Adam(
+                model.parameters(), lr=settings.base_lr, weight_decay=settings.weight_decay
+            )
         case "adamw":
-            return torch.optim.AdamW(model.parameters(), lr=settings.base_lr, weight_decay=settings.weight_decay)
+            return torch.optim.AdamW(
+                model.parameters(), lr=settings.base_lr, weight_decay=settings.weight_decay
+            )

@@ -41,7 +41,10 @@ class RunView:
             *(record[name] for name in ("epoch", "top1_percent", "validation_loss", "consensus_distance")),
         )
         self._tensorboard.evaluation(record)
-        described = workload.describe_predictions(model, next(workload.validation_batches()), _NUM_SAMPLE_IMAGES)
+        model.eval()
+        described = workload.describe_predictions(
+            model, next(workload.validation_batches()), _NUM_SAMPLE_IMAGES
+        )
         if described is not None:
             images, captions = described
             self._tensorboard.predictions(images, captions, record["samples"])
