@@ -166,6 +166,9 @@ def test_a_resumed_run_shows_what_an_undisturbed_one_does(
         steps = [point.step for point in resumed_run.Scalars(tag)]
         assert steps == sorted(set(steps)), tag
         assert resumed_run.Scalars(tag)[-1].value == undisturbed.Scalars(tag)[-1].value, tag
+    for tag in ("accuracy/top-1 %, by images", "summary/top1_percent"):
+        steps = [point.step for point in undisturbed.Scalars(tag)]
+        assert [point.step for point in resumed_run.Scalars(tag)] == steps, tag
     points = {point.step for point in undisturbed.Scalars(LOSS) if point.step <= 128 * 200}
     assert points <= {point.step for point in resumed_run.Scalars(LOSS)}
 
