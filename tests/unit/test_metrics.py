@@ -78,7 +78,8 @@ def test_a_file_cut_anywhere_reads_as_a_prefix_and_can_be_resumed(tmp_path: Path
     written = write_run(tmp_path / "whole.jsonl")
     content = (tmp_path / "whole.jsonl").read_bytes()
     path = tmp_path / "cut.jsonl"
-    for length in range(0, len(content), 37):
+    before_line_ends = [index for index, byte in enumerate(content) if byte == ord("\n")]
+    for length in [*range(0, len(content), 37), *before_line_ends]:
         path.write_bytes(content[:length])
         prefix = list(read_records(path))
         assert prefix == written[: len(prefix)]

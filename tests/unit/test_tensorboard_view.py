@@ -143,14 +143,16 @@ def test_predictions_are_shown(finished_run: EventAccumulator) -> None:
     assert grey.height > colour.height
 
 
-@pytest.mark.parametrize("finished", [True, False])
-def test_a_resumed_run_shows_what_an_undisturbed_one_does(finished: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("last_step", "finished"), [(350, False), (350, True), (200, True)])
+def test_a_resumed_run_shows_what_an_undisturbed_one_does(
+    last_step: int, finished: bool, tmp_path: Path
+) -> None:
     """On both axes: nothing of what the first process did beyond the checkpoint at step 200 remains."""
     for name, resumed in (("undisturbed", False), ("resumed", True)):
         view = TensorBoardView(tmp_path / name, purge_step=None)
         show(view, 1, 200)
         if resumed:
-            show(view, 201, 350)
+            show(view, 201, last_step)
             if finished:
                 view.close({"epochs": 3}, {"top1_percent": 1.0})
             else:
@@ -164,6 +166,9 @@ def test_a_resumed_run_shows_what_an_undisturbed_one_does(finished: bool, tmp_pa
         steps = [point.step for point in resumed_run.Scalars(tag)]
         assert steps == sorted(set(steps)), tag
         assert resumed_run.Scalars(tag)[-1].value == undisturbed.Scalars(tag)[-1].value, tag
+    for tag in ("accuracy/top-1 %, by images", "summary/top1_percent"):
+        steps = [point.step for point in undisturbed.Scalars(tag)]
+        assert [point.step for point in resumed_run.Scalars(tag)] == steps, tag
     points = {point.step for point in undisturbed.Scalars(LOSS) if point.step <= 128 * 200}
     assert points <= {point.step for point in resumed_run.Scalars(LOSS)}
 

@@ -45,6 +45,7 @@ _STYLE: dict[Any, Any] = {
     "figure.constrained_layout.use": True,
 }
 _MAX_LOSS_POINTS = 150
+_MIN_STEPS_PER_POINT = 8
 
 
 @dataclass
@@ -187,7 +188,8 @@ def _read_curves(run_dir: Path) -> _Curves:
                 )
             )
     step_columns = np.array(steps).reshape(-1, 3)
-    groups = np.array_split(step_columns, min(_MAX_LOSS_POINTS, len(steps))) if steps else []
+    num_points = min(_MAX_LOSS_POINTS, -(-len(steps) // _MIN_STEPS_PER_POINT))
+    groups = np.array_split(step_columns, num_points) if num_points else []
     points = np.array(
         [
             [*group[:, :2].mean(0), group[:, 2].mean(), *np.percentile(group[:, 2], (10, 90))]

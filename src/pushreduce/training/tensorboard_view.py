@@ -20,8 +20,8 @@ import torch
 from pushreduce.training.metrics import Record
 from pushreduce.training.summary import PHASES
 
-# TensorBoard orders groups (before the slash) by name and opens the first two: accuracy and loss. It cuts titles
-# after some thirty characters, and its custom-scalars page draws nothing for a tag with parentheses.
+# TensorBoard orders groups (before the slash) by name and opens the first two: accuracy and loss. It cuts
+# titles after some thirty characters, and its custom-scalars page draws nothing for a tag with parentheses.
 _TRAINING_LOSS = "loss/training, by images"
 _TRAINING_LOSS_BY_TIME = "loss/training, by wall-clock ms"
 _VALIDATION_LOSS = "loss/validation, by images"
