@@ -222,6 +222,8 @@ def check(settings: Settings) -> None:
         raise SettingsError("--worker host comes later: use --worker process")
     if settings.resume and settings.run_dir is None:
         raise SettingsError("--resume needs the directory of the run to go on with: add --run-dir")
+    if settings.resume and settings.trace:
+        raise SettingsError("a trace begins with the run and cannot go on: add --no-trace")
     if settings.evaluate is not None and (settings.resume or settings.run_dir is not None or settings.trace):
         raise SettingsError("--evaluate does not train: remove --resume, --run-dir and --trace")
     _check_optimizer(settings)

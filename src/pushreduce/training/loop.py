@@ -236,6 +236,7 @@ class TrainingLoop:
 
     def _save_checkpoint(self) -> None:
         samples = self.algorithm.progress.samples
+        self.record.flush()  # a run resumed here finds all its lines
         with self.algorithm.consensus():
             consensus = self._weights() if self.communicator.rank == 0 else None
         self.newest_checkpoint = self.checkpoints.save(
