@@ -7,7 +7,6 @@ import logging
 import os
 import random
 import resource
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import nn
 
 from pushreduce.communication.base import Communicator
 from pushreduce.training.checkpoint import CheckpointError, Checkpoints, LoadedCheckpoint, fingerprint
+from pushreduce.training.verified_files import damage_of, read_sealed_json
 
 MODEL = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
 FINGERPRINT = fingerprint(MODEL.state_dict())
@@ -229,14 +229,19 @@ def test_where_one_rank_cannot_write_all_say_so_and_the_earlier_one_survives(
     assert loaded_step(tmp_path, size) == 1
 
 
-@pytest.mark.parametrize("victim", ["fsync", "replace", "rmtree", "mkdir"])
+def is_whole(checkpoint: Path) -> bool:
+    manifest, damage = read_sealed_json(checkpoint / "manifest.json")
+    assert manifest is not None, damage
+    return not any(damage_of(checkpoint / name, record) for name, record in manifest["files"].items())
+
+
+@pytest.mark.parametrize("victim", ["fsync", "replace", "unlink", "rmdir", "mkdir"])
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_kill_between_any_two_system_calls_leaves_whole_checkpoints(
     victim: str, before: bool, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner = {"rmtree": shutil, "mkdir": Path}.get(victim, os)
-    original = getattr(owner, victim)
+    original = getattr(os, victim)
     for occurrence in range(100):
         directory = tmp_path / str(occurrence)
         save(directory, size, 1, keep=1)
@@ -246,15 +251,18 @@ def test_a_kill_between_any_two_system_calls_leaves_whole_checkpoints(
             is_last = next(calls) == occurrence
             if before and is_last:
                 raise Killed
-            result = original(*args, **kwargs)
-            if is_last:
-                raise Killed
-            return result
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if is_last:
+                    raise Killed
 
         with monkeypatch.context() as patch:
-            patch.setattr(owner, victim, killed)
+            patch.setattr(os, victim, killed)
             outcomes = outcomes_of(size, saving(directory, 2, keep=1))
         was_killed = any(isinstance(outcome, BaseException) for outcome in outcomes)
+        for visible in directory.glob("[!.]*"):
+            assert is_whole(visible)
         assert loaded_step(directory, size) in ((1, 2) if was_killed else (2,))
         assert not list(directory.glob(".tmp-*"))
         # Saving goes on as if nothing had happened, and prunes what the kill kept from it.
