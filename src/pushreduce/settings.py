@@ -34,8 +34,7 @@ class DataSettings:
     """What is trained on what, and how the data is divided over the ranks."""
 
     dataset: Literal["digits", "fashion-mnist", "cifar10", "imagefolder", "synthetic"] = "digits"
-    """digits comes with scikit-learn; imagefolder is the ImageNet layout: DATA_DIR/train/CLASS/*
-    and DATA_DIR/val/CLASS/*."""
+    """digits comes with scikit-learn; imagefolder is the ImageNet layout (train/CLASS/*, val/CLASS/*)."""
     data_dir: str | None = None
     """Where the data set's files are; default: data/DATASET below the working directory."""
     download: bool = False
@@ -127,8 +126,7 @@ class Settings:
     run_dir: str | None = None
     """Directory of this run; default: runs/DATASET-ALGORITHM-TIME."""
     resume: bool = False
-    """Go on from the newest checkpoint in run_dir, with the settings saved there; options given override
-    them."""
+    """Go on from the newest checkpoint in run_dir, with the settings saved there; options override them."""
     trace: bool = False
     """Record every event of the algorithm, for scripts/replay."""
     evaluate: str | None = None

@@ -98,6 +98,13 @@ for _tag, _pattern, _first in (
 ):
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
+# In double quotes every line break that YAML knows (as U+0085) is escaped, in single quotes it is folded.
+_Dumper.add_representer(
+    str,
+    lambda dumper, data: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"'
+    ),
+)
 _Dumper.add_representer(
     tuple, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
 )

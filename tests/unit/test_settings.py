@@ -72,9 +72,26 @@ def test_yaml_gives_back_exactly_what_was_saved(settings: Settings) -> None:
     assert text.startswith("algorithm:")
 
 
-@pytest.mark.parametrize(
-    "text", [*["1e-3", "no", "null", "~", "0x10", "010", "1:30", "2024-01-01", "#"], "", "- a", "a: b"]
-)
+LOOKALIKES = [
+    "1e-3",
+    "no",
+    "null",
+    "~",
+    "0x10",
+    "010",
+    "1:30",
+    "2024-01-01",
+    "#",
+    "- a",
+    "a: b",
+    "",
+    "'",
+    "é",
+    "\\x85",
+]
+
+
+@pytest.mark.parametrize("text", [*LOOKALIKES, "\x85"])
 def test_strings_that_look_like_something_else_stay_strings(text: str) -> None:
     settings = with_values(run_dir=text)
     assert from_yaml(to_yaml(settings), source="FILE") == settings

@@ -43,7 +43,8 @@ class ThreadedRank(Communicator):
 def outcomes_of(size: int, function: Callable[[Communicator], Any]) -> list[Any]:
     """What `function` returned or raised on each of `size` ranks (threads named rank0, rank1, ...).
 
-    A rank that raises breaks the collectives of the others, as the death of a process does.
+    A rank that raises breaks the collectives of the others, as the death of a process does. Not so by
+    ValueError, which all raise together: others may still be on their way out of the last collective.
     """
     barrier, slots, outcomes = threading.Barrier(size), [None] * size, [None] * size
 
@@ -52,13 +53,16 @@ def outcomes_of(size: int, function: Callable[[Communicator], Any]) -> list[Any]
             outcomes[rank] = function(ThreadedRank(rank, size, barrier, slots))
         except BaseException as error:
             outcomes[rank] = error
-            barrier.abort()
+            if not isinstance(error, ValueError):
+                barrier.abort()
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank{rank}") for rank in range(size)]
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank{rank}", daemon=True) for rank in range(size)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=30)
         assert not thread.is_alive(), f"{thread.name} hangs"
     return outcomes
 

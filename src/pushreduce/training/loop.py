@@ -264,6 +264,11 @@ class TrainingLoop:
         loaded = self.checkpoints.load_newest(fingerprint(self.model.state_dict()))
         if loaded is None:
             return 0
+        if loaded.facts["algorithm"] != self.settings.algorithm:
+            raise ValueError(
+                f"{loaded.path} is of --algorithm {loaded.facts['algorithm']}, not {self.settings.algorithm}: "
+                "go on with that, or start a new run with another --run-dir"
+            )
         self.newest_checkpoint = loaded.path
         samples = int(loaded.facts["samples"])
         self.milestones.load_state_dict(loaded.facts["milestones"])

@@ -71,51 +71,61 @@ class RunDirectory:
 
 def _claim(settings: Settings) -> tuple[Path, Path, bool]:
     """The directory, a token file in it, and whether the directory is new."""
-    path = Path(settings.run_dir).absolute() if settings.run_dir is not None else None
-    is_new = False
     try:
-        if path is None:
-            path, is_new = _make_unused(settings), True
-        holds_run = (path / "settings.yaml").exists()
-        if settings.resume and not holds_run:
-            raise ValueError(f"{path} holds no run to go on with: correct --run-dir, or leave --resume out")
-        if holds_run and not settings.resume:
-            raise ValueError(
-                f"{path} already holds a run: add --resume to go on with it, or change --run-dir"
-            )
-        if not path.is_dir():
-            path.mkdir(parents=True)
-            is_new = True
-        # The name is the content, so that no other file can be mistaken for it.
-        token = path / f".tmp-shared-{secrets.token_hex(8)}"
+        path, is_new = _place(settings)
+    except OSError as error:
+        raise _unwritable(Path(settings.run_dir or "runs").absolute(), error) from error
+    # The name is the content, so that no other file can be mistaken for it.
+    token = path / f".tmp-shared-{secrets.token_hex(8)}"
+    try:
         write_atomically(token, token.name.encode())
     except OSError as error:
-        if is_new and path is not None:
-            path.rmdir()
-        raise _unwritable(path or Path("runs").absolute(), error) from error
+        _take_back(RunDirectory(path), settings, token, is_new)
+        raise _unwritable(path, error) from error
     return path, token, is_new
+
+
+def _place(settings: Settings) -> tuple[Path, bool]:
+    """The directory, made if need be, and whether it was."""
+    if settings.run_dir is None:
+        return _make_unused(settings), True
+    path = Path(settings.run_dir).absolute()
+    holds_run = RunDirectory(path).settings_yaml.exists()
+    if settings.resume and not holds_run:
+        raise ValueError(f"{path} holds no run to go on with: correct --run-dir, or leave --resume out")
+    if holds_run and not settings.resume:
+        raise ValueError(f"{path} already holds a run: add --resume to go on, or change --run-dir")
+    is_new = not path.is_dir()
+    if is_new:
+        path.mkdir(parents=True)
+    return path, is_new
 
 
 def _settle(
     run_directory: RunDirectory, settings: Settings, token: Path, is_new: bool, blind: list[int]
 ) -> None:
     """Takes the token away and saves the settings, or takes everything away and says what is wrong."""
-    path = run_directory.path
-    try:
-        token.unlink()
-        if not blind and not settings.resume:
-            run_directory.save_settings(settings)
-    except OSError as error:
-        if is_new:
-            path.rmdir()
-        raise _unwritable(path, error) from error
     if blind:
-        if is_new:
-            path.rmdir()
+        _take_back(run_directory, settings, token, is_new)
         raise ValueError(
-            f"run directory {path} is not seen by ranks {', '.join(map(str, blind))}: "
+            f"run directory {run_directory.path} is not seen by ranks {', '.join(map(str, blind))}: "
             f"choose a --run-dir on a file system that all hosts share"
         )
+    try:
+        token.unlink()
+        if not settings.resume:
+            run_directory.save_settings(settings)
+    except OSError as error:
+        _take_back(run_directory, settings, token, is_new)
+        raise _unwritable(run_directory.path, error) from error
+
+
+def _take_back(run_directory: RunDirectory, settings: Settings, token: Path, is_new: bool) -> None:
+    token.unlink(missing_ok=True)
+    if not settings.resume:
+        run_directory.settings_yaml.unlink(missing_ok=True)
+    if is_new:
+        run_directory.path.rmdir()
 
 
 def _unwritable(path: Path, error: OSError) -> ValueError:

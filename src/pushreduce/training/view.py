@@ -51,7 +51,8 @@ class RunView:
 
     def close(self, final_metrics: dict[str, Any]) -> None:
         self._bar.close()
-        self._tensorboard.close(_flat(asdict(self._settings)), final_metrics)
+        numbers = {name: value for name, value in final_metrics.items() if isinstance(value, (int, float))}
+        self._tensorboard.close(_flat(asdict(self._settings)), numbers)
 
 
 def _flat(nested: dict[str, Any]) -> dict[str, Any]:
