@@ -68,9 +68,14 @@ def announce(settings: Settings, communicator: Communicator, loop: TrainingLoop)
 
 
 def write_environment(run_directory: RunDirectory, by_rank: list[dict[str, Any]]) -> None:
-    """`environment.json`: that of rank 0, and the hosts of all."""
-    environment = {**by_rank[0], "hosts": [rank["host"] for rank in by_rank]}
-    write_atomically(run_directory.environment_json, json.dumps(environment, indent=2).encode())
+    """`environment.json`: that of rank 0, and every host with its ranks."""
+    hosts: dict[str, dict[str, Any]] = {}
+    for rank, environment in enumerate(by_rank):
+        host = environment["host"]
+        hosts.setdefault(host["name"], {**host, "ranks": []})["ranks"].append(rank)
+    described = {name: value for name, value in by_rank[0].items() if name != "host"}
+    described["hosts"] = list(hosts.values())
+    write_atomically(run_directory.environment_json, (json.dumps(described, indent=2) + "\n").encode())
 
 
 def conclude(
