@@ -63,8 +63,7 @@ nccl_of_torch() {
   export HOROVOD_RPATH=$rpath
 }
 
-# How much of Horovod is compiled, in steps of ten percent.
-built() { grep -oE '\[ *[0-9]+%\]' "$log" | tail -1 | tr -dc 0-9 | sed -n 's/.$/0 % compiled/p'; }
+built() { grep -oE '\[ *[0-9]+%\]' "$log" | tail -1 | tr -dc 0-9 | sed 's/$/ % compiled/'; }
 
 build() {
   mkdir -p "$cache" 2>/dev/null && [ -w "$cache" ] ||
@@ -72,10 +71,11 @@ build() {
   work=$(mktemp -d "$cache/build-XXXXXX")
   trap 'rm -rf "$work"' EXIT
   echo "horovod==$version --hash=sha256:$sha256" >"$work/requirement.txt"
+  log=$cache/build-horovod.log
   echo "      fetching the source of Horovod $version"
   python -m pip download --quiet --no-deps --no-binary horovod --no-build-isolation -d "$work" -r "$work/requirement.txt"
   tar -xzf "$work/horovod-$version.tar.gz" -C "$work"
-  python "$root/scripts/horovod_edits.py" "$work/horovod-$version" --torch "$torch_version" "${gpu[@]}"
+  python "$root/scripts/horovod_edits.py" "$work/horovod-$version" --torch "$torch_version" "${gpu[@]}" >"$log"
 
   # One compiler process takes up to 2 GB.
   jobs=$(python -c 'import os, psutil; print(max(1, min(os.cpu_count(), psutil.virtual_memory().total >> 31)))')
@@ -89,10 +89,9 @@ build() {
   export HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
   unset HOROVOD_GPU_OPERATIONS
   if [ ${#gpu[@]} != 0 ]; then
-    export HOROVOD_GPU_OPERATIONS=NCCL
+    export HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_LINK=SHARED
     nccl_of_torch "$work"
   fi
-  log=$cache/build-horovod.log
   echo "      building with $(command -v mpicxx), $jobs compilers at a time: 2-6 minutes; log: $log"
   with_progress "$log" built python -m pip wheel -v --no-deps --no-build-isolation -w "$work/wheel" \
     "$work/horovod-$version" || {
