@@ -1,5 +1,6 @@
 """The sample stream: passes without replacement, constant batches, exact resume, no generator disturbed."""
 
+import multiprocessing
 from collections import Counter
 from itertools import islice
 
@@ -102,8 +103,20 @@ def test_the_global_generators_are_left_alone(num_loader_workers: int) -> None:
 @pytest.mark.parametrize("num_loader_workers", [0, 1])
 def test_an_error_is_one_line_wherever_it_was_met(num_loader_workers: int) -> None:
     batches = TrainBatches(Numbers(4, corrupt=(2,)), 4, seed=0, rank=0, num_loader_workers=num_loader_workers)
-    with pytest.raises(ValueError, match="^bad 2$"):
+    with pytest.raises(ValueError, match=r"^bad 2$"):
         next(batches)
+
+
+def test_loses_no_sample_with_a_loader_process() -> None:
+    undisturbed = list(islice(make_batches(17, 5), 12))
+    batches = make_batches(17, 5, num_loader_workers=1)
+    first = list(islice(batches, 3))
+    (loader,) = multiprocessing.active_children()
+    loader.kill()
+    loader.join()
+    with pytest.warns(UserWarning, match="reads its samples itself"):
+        rest = list(islice(batches, 9))
+    assert_equal(first + rest, undisturbed)
 
 
 def test_to_converts_floating_point_inputs_only() -> None:

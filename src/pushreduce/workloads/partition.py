@@ -1,4 +1,4 @@
-"""How training samples are dealt to ranks: arithmetic on indices, the same on all ranks from the seed alone."""
+"""How training samples are dealt to ranks: arithmetic on indices, the same on all ranks from one seed."""
 
 from __future__ import annotations
 
