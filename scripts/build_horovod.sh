@@ -27,19 +27,30 @@ command -v make >/dev/null || fail "no make on PATH; install it (Debian: apt-get
 python -c 'import torch, cffi, psutil, yaml, cloudpickle, packaging, setuptools, wheel' 2>/dev/null ||
   fail "$(command -v python) lacks packages that Horovod is built with; run: pip install -r requirements.txt"
 
-# The directory of the libmpi that mpicxx links with: -L of MPICH's `-show` or Open MPI's `--showme:libdirs`.
-link_line=$(mpicxx -show 2>/dev/null || mpicxx --showme)
-library_dir=$(mpicxx --showme:libdirs 2>/dev/null | awk '{print $1}') || true
-[ -n "$library_dir" ] || library_dir=$(tr ' ' '\n' <<<"$link_line" | sed -n 's/^-L//p' | head -1)
+# The MPI library that mpicxx links with, links resolved (Debian's and conda's names point elsewhere).
+mpi_library=$(
+  python - "$(mpicxx -show 2>/dev/null || mpicxx --showme)" "$(mpicxx -print-file-name=libmpi.so)" <<'PY'
+import glob, os, sys
+link_line, default = sys.argv[1].split(), sys.argv[2]
+for directory in [word[2:] for word in link_line if word.startswith("-L")] + [os.path.dirname(default)]:
+    for path in sorted(glob.glob(directory + "/libmpi.so*") + glob.glob(directory + "/libmpich.so*")):
+        # libmpi.so may be a text for the linker.
+        if open(path, "rb").read(4) == b"\x7fELF":
+            sys.exit(print(os.path.realpath(path)))
+PY
+)
+[ -n "$mpi_library" ] || fail "cannot find the library that $(command -v mpicxx) links with; use another MPI (scripts/setup.sh --mpi mpich)"
+library_dir=$(dirname "$mpi_library")
 
 torch_version=$(python -c 'import torch; print(torch.__version__)')
 # Inside the environment the library is found relative to Horovod, so that the wheel serves any environment.
-rpath=$(python - "$library_dir" <<'PY'
+rpath=$(
+  python - "$library_dir" <<'PY'
 import os, sys, sysconfig
 library_dir, prefix = sys.argv[1], os.path.realpath(sys.prefix)
-if library_dir and os.path.realpath(library_dir).startswith(prefix + os.sep):
+if library_dir.startswith(prefix + os.sep):
     horovod = os.path.join(os.path.realpath(sysconfig.get_path("platlib")), "horovod", "torch")
-    library_dir = "$ORIGIN/" + os.path.relpath(os.path.realpath(library_dir), horovod)
+    library_dir = "$ORIGIN/" + os.path.relpath(library_dir, horovod)
 print(library_dir)
 PY
 )
@@ -63,8 +74,7 @@ nccl_of_torch() {
   export HOROVOD_RPATH=$rpath
 }
 
-# How much of Horovod is compiled, in steps of ten percent.
-built() { grep -oE '\[ *[0-9]+%\]' "$log" | tail -1 | tr -dc 0-9 | sed -n 's/.$/0 % compiled/p'; }
+built() { grep -oE '\[ *[0-9]+%\]' "$log" | tail -1 | tr -dc 0-9 | sed 's/$/ % compiled/'; }
 
 build() {
   mkdir -p "$cache" 2>/dev/null && [ -w "$cache" ] ||
@@ -72,10 +82,11 @@ build() {
   work=$(mktemp -d "$cache/build-XXXXXX")
   trap 'rm -rf "$work"' EXIT
   echo "horovod==$version --hash=sha256:$sha256" >"$work/requirement.txt"
+  log=$cache/build-horovod.log
   echo "      fetching the source of Horovod $version"
   python -m pip download --quiet --no-deps --no-binary horovod --no-build-isolation -d "$work" -r "$work/requirement.txt"
   tar -xzf "$work/horovod-$version.tar.gz" -C "$work"
-  python "$root/scripts/horovod_edits.py" "$work/horovod-$version" --torch "$torch_version" "${gpu[@]}"
+  python "$root/scripts/horovod_edits.py" "$work/horovod-$version" --torch "$torch_version" "${gpu[@]}" >"$log"
 
   # One compiler process takes up to 2 GB.
   jobs=$(python -c 'import os, psutil; print(max(1, min(os.cpu_count(), psutil.virtual_memory().total >> 31)))')
@@ -89,10 +100,9 @@ build() {
   export HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
   unset HOROVOD_GPU_OPERATIONS
   if [ ${#gpu[@]} != 0 ]; then
-    export HOROVOD_GPU_OPERATIONS=NCCL
+    export HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_LINK=SHARED
     nccl_of_torch "$work"
   fi
-  log=$cache/build-horovod.log
   echo "      building with $(command -v mpicxx), $jobs compilers at a time: 2-6 minutes; log: $log"
   with_progress "$log" built python -m pip wheel -v --no-deps --no-build-isolation -w "$work/wheel" \
     "$work/horovod-$version" || {
@@ -100,10 +110,8 @@ build() {
     fail "Horovod did not build with $(command -v mpicxx); log: $log"
   }
   found=$(sed -n 's/.*Found MPI_CXX: \([^ ]*\).*/\1/p' "$log" | tail -1)
-  case $(realpath "$found") in
-    "$(realpath "$library_dir")"/*) ;;
-    *) fail "CMake found the MPI library $found, mpicxx ($(command -v mpicxx)) links with $library_dir: take the other MPI off PATH" ;;
-  esac
+  [ "$(dirname "$(realpath "$found")")" = "$library_dir" ] ||
+    fail "CMake found the MPI library $found, but $(command -v mpicxx) links with $mpi_library: take the other MPI off PATH"
   echo "$key" >"$work/wheel/key.txt"
   mv -T "$work/wheel" "$wheel_dir" 2>/dev/null || [ -f "$wheel_dir/key.txt" ] # another build may have won
 }
@@ -119,19 +127,19 @@ done
 
 # mpi4py's wheel takes the first libmpi that it finds. Where that is not mpicxx's, it is compiled with mpicc instead.
 mpi4py_uses_it() {
-  python - "$library_dir" <<'PY'
-import os, re, sys
+  PYTHONPATH=$root/src python - "$mpi_library" <<'PY'
+import sys
 import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
-loaded = {os.path.realpath(path) for path in re.findall(r"/\S*/libmpi(?:_abi)?\.so\S*", open("/proc/self/maps").read())}
-sys.exit(len(loaded) != 1 or (sys.argv[1] and os.path.dirname(loaded.pop()) != os.path.realpath(sys.argv[1])))
+from pushreduce.communication.mpi_settings import mpi_libraries
+sys.exit(mpi_libraries(open("/proc/self/maps").read()) != [sys.argv[1]])
 PY
 }
 if ! mpi4py_uses_it 2>/dev/null; then
   echo "      compiling mpi4py with $(command -v mpicc)"
   mpi4py=$(grep -i '^mpi4py==' "$root/requirements.txt")
   MPICC=$(command -v mpicc) python -m pip install --quiet --no-deps --no-cache-dir --force-reinstall --no-binary mpi4py "$mpi4py"
-  mpi4py_uses_it || fail "mpi4py does not load the MPI library in $library_dir that $(command -v mpicxx) links with"
+  mpi4py_uses_it || fail "mpi4py does not load $mpi_library, which $(command -v mpicxx) links with"
 fi
 echo "      Horovod $version installed"

@@ -2,8 +2,8 @@
 
     mpirun -np 2 python scripts/check_environment.py
 
-`start` refuses two MPI libraries, a thread level below MPI_THREAD_MULTIPLE and disagreeing ranks; this adds one
-average by Horovod and one message by a window. Prints one line; exit code 2 with the reason otherwise.
+`start` refuses two MPI libraries, a thread level below MPI_THREAD_MULTIPLE and disagreeing ranks; this adds
+one average by Horovod and one message by a window. Prints one line; exit code 2 with the reason otherwise.
 """
 
 from __future__ import annotations

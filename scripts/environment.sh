@@ -6,10 +6,10 @@ fail() {
   exit 1
 }
 
-# Runs a command whose output goes to a log, and says every few seconds how far it is, so that nobody wonders.
+# Runs a command whose output goes to a log, and says every ten seconds how far it is, so that nobody wonders.
 #   with_progress LOG STATUS_FUNCTION COMMAND...     STATUS_FUNCTION prints a few words; nothing: no line
 with_progress() {
-  local log=$1 status=$2 started=$SECONDS shown="" now pid
+  local log=$1 status=$2 started=$SECONDS last=$SECONDS now pid
   shift 2
   "$@" >"$log" 2>&1 &
   pid=$!
@@ -17,11 +17,10 @@ with_progress() {
   trap 'kill "$pid" 2>/dev/null; exit 130' INT TERM
   while kill -0 "$pid" 2>/dev/null; do
     sleep 1
+    [ $((SECONDS - last)) -ge 10 ] || continue
+    last=$SECONDS
     now=$($status)
-    if [ -n "$now" ] && [ "$now" != "$shown" ]; then
-      shown=$now
-      echo "      $now, $((SECONDS - started)) s"
-    fi
+    [ -z "$now" ] || echo "      $now, $((SECONDS - started)) s"
   done
   trap - INT TERM
   wait "$pid"

@@ -2,8 +2,9 @@
 
     python scripts/horovod_edits.py SOURCE_DIR --torch 2.14.1 [--gpu]
 
-Owns what is changed in the source; `build_horovod.sh` owns fetching, building and keeping it. The text of every
-edit must occur exactly once: a Horovod that does not look as expected is refused, never built without an edit.
+Owns what is changed in the source; `build_horovod.sh` owns fetching, building and keeping it. The text of
+every edit must occur exactly once: a Horovod that does not look as expected is refused, never built without
+an edit.
 """
 
 from __future__ import annotations

@@ -123,10 +123,13 @@ cache=${XDG_CACHE_HOME:-$HOME/.cache}/pushreduce
 { mkdir -p "$cache" && [ -w "$cache" ]; } 2>/dev/null ||
   fail "cannot write to the cache $cache; make it writable, or set XDG_CACHE_HOME to a directory that is"
 [ -w "$root" ] || fail "cannot write to $root, where the environment goes; copy the checkout to a directory of yours"
+cached=()
 if [ ! -x "$venv/bin/python" ]; then
   free_kb=$(df -Pk "$root" | awk 'NR == 2 {print $4}')
   [ "$free_kb" -ge $((8 * 1024 * 1024)) ] ||
     fail "only $((free_kb / 1024 / 1024)) GB free at $root, 8 GB needed; free some or move the checkout to a larger disk"
+  # 6 GB are installed, and pip would keep the 3 GB that it fetched besides.
+  [ "$free_kb" -ge $((12 * 1024 * 1024)) ] || cached=(--no-cache-dir)
 fi
 
 # --- making it --------------------------------------------------------------------------------------------------------
@@ -135,7 +138,7 @@ echo "Setting up $venv with $("$python" --version) and $mpi_text"
 log=$cache/setup.log
 pip=("$venv/bin/python" -m pip --disable-pip-version-check)
 nothing() { :; }
-installed_size() { du -sm "$venv" 2>/dev/null | awk '{printf "%d00 MB installed", $1 / 100}'; }
+installed_size() { du -sm "$venv" 2>/dev/null | awk '$1 >= 100 {printf "%d00 MB installed", $1 / 100}'; }
 run() {
   local what=$1 status=$2
   shift 2
@@ -153,7 +156,7 @@ if [ "$(head -1 "$venv/setup_origin" 2>/dev/null)" != "$root $("$python" --versi
 fi
 rm -f "$venv/setup_stamp"
 run "[2/5] Installing the packages of requirements.txt (up to 3 GB to fetch; 2-15 minutes)" installed_size \
-  "${pip[@]}" install -r "$root/requirements.txt"
+  "${pip[@]}" install "${cached[@]}" -r "$root/requirements.txt"
 
 case $mpi in
   mpich) run "[3/5] Installing MPICH" nothing "${pip[@]}" install "mpich==$mpich_version" ;;

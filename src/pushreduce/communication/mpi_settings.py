@@ -1,7 +1,7 @@
 """What each MPI library and Horovod need in the environment before MPI starts: pure decisions, no MPI.
 
-Whoever starts MPI (`startup.py`) hands in what it knows and puts the answer into `os.environ`. A variable that the
-user has set is never touched, so that every line here can be overruled.
+Whoever starts MPI (`startup.py`) hands in what it knows and puts the answer into `os.environ`. A variable
+that the user has set is never touched, so that every line here can be overruled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 RING_THRESHOLD_BYTES = 256 * 1024
-"""All-reduces between hosts from this size on go round a ring; below, its 2 (n - 1) latencies cost too much."""
+"""All-reduces between hosts from this size on go round a ring; below, its 2 (n - 1) latencies cost more."""
 
 STALL_SHUTDOWN_SECONDS = 600
 """A collective that some ranks have not entered for so long ends the job instead of hanging for ever."""
@@ -115,8 +115,8 @@ def before_mpi(
 def ring_table(library: Path) -> str | None:
     """MPICH's own table of collective algorithms, with a ring for large all-reduces, as JSON.
 
-    MPICH takes a table from a file only as a whole, and each version knows other algorithms: so the built-in one
-    is read out of the library. None where it does not look as expected (the default stays).
+    MPICH takes a table from a file only as a whole, and each version knows other algorithms: so the built-in
+    one is read out of the library. None where it does not look as expected (the default stays).
     """
     content = library.read_bytes()
     for start in (match.start() for match in re.finditer(rb'\{"collective=', content)):
@@ -139,7 +139,7 @@ def ring_table(library: Path) -> str | None:
 
 
 def ring_variables(library: Path, launch: Launch, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variable that sends MPICH's large all-reduces between hosts round a ring; empty where none is wanted.
+    """The variable that sends MPICH's large all-reduces between hosts round a ring, if any.
 
     On one host there is none: through shared memory the default is many times faster.
     """

@@ -1,8 +1,9 @@
-"""The beginning and the end of a process: MPI, then Horovod, everywhere in this order; and how a job ends early.
+"""The beginning and the end of a process: MPI, then Horovod, in one order everywhere, and the early ends.
 
 Owns the setting of what must be set before MPI starts (decided in `mpi_settings.py`), the checks that MPI and
-Horovod are fit to be used together, exit codes, the exception hook and the signal flag. The communication of a run is
-`horovod_mpi.py`'s. mpi4py and Horovod are imported inside functions only: importing this module starts nothing.
+Horovod are fit to be used together, exit codes, the exception hook and the signal flag. The communication of
+a run is `horovod_mpi.py`'s. mpi4py and Horovod are imported inside functions only: importing this module
+starts nothing.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Process:
 def start(*, quiet: bool = False) -> Process:
     """Starts MPI at MPI_THREAD_MULTIPLE and Horovod on it. Collective; a second call returns the same.
 
-    Sets one torch thread a rank unless OMP_NUM_THREADS is set. Warns on rank 0, unless `quiet`, where a host has
-    more ranks than cores.
+    Sets one torch thread a rank unless OMP_NUM_THREADS is set. Warns on rank 0, unless `quiet`, where a host
+    has more ranks than cores.
 
     Raises:
         StartupError: on all ranks alike, where MPI or Horovod is missing, the thread level is below
@@ -64,8 +65,9 @@ def start(*, quiet: bool = False) -> Process:
     launch = mpi_settings.read_launch(os.environ)
     if world.size == 1 and launch.num_ranks > 1:
         raise StartupError(
-            f"the launcher started {launch.num_ranks} ranks ({launch.variable}), but each believes that it is alone: "
-            f"the launcher is not that of {_library(mpi)}; use mpirun or horovodrun of the activated environment"
+            f"the launcher started {launch.num_ranks} ranks ({launch.variable}), but each believes to be "
+            f"alone: the launcher is not that of {_library(mpi)}; use mpirun or horovodrun of the activated "
+            "environment"
         )
     try:
         import horovod.torch as hvd
@@ -78,8 +80,8 @@ def start(*, quiet: bool = False) -> Process:
     problem = ""
     if (hvd.rank(), hvd.size()) != (world.rank, world.size):
         problem = (
-            f"MPI calls this rank {world.rank} of {world.size}, Horovod {hvd.rank()} of {hvd.size()}: Horovod does "
-            "not run on this MPI; unset HOROVOD_CONTROLLER, or build Horovod again with scripts/setup.sh"
+            f"MPI calls this rank {world.rank} of {world.size}, Horovod {hvd.rank()} of {hvd.size()}: it "
+            "does not run on this MPI; unset HOROVOD_CONTROLLER, or build Horovod again with scripts/setup.sh"
         )
     elif not hvd.mpi_threads_supported():
         problem = f"Horovod says that {_library(mpi)} has no MPI_THREAD_MULTIPLE; {_OTHER_MPI}"
@@ -94,7 +96,7 @@ def start(*, quiet: bool = False) -> Process:
     crowded = [size for size in world.allgather(process.local_size - _num_cores()) if size > 0]
     if crowded and process.rank == 0 and not quiet:
         _say(
-            f"warning: up to {max(crowded)} more ranks than cores on a host: times are not those of a real cluster"
+            f"warning: a host has {max(crowded)} more ranks than cores: times are not those of a real cluster"
         )
     return process
 
@@ -175,7 +177,7 @@ def shut_down() -> None:
 
 
 def describe_environment() -> dict[str, Any]:
-    """This rank's part of `environment.json`: commit, versions, host, settings; JSON types only. After `start`."""
+    """This rank's part of `environment.json`: commit, versions, host, settings. After `start`."""
     import horovod
     import mpi4py
     import torch
@@ -238,7 +240,7 @@ def _unfit_before_horovod(mpi: Any) -> str:
     if len(libraries) > 1:
         return (
             f"two MPI libraries in one process ({', '.join(libraries)}): Horovod and mpi4py were built for "
-            "different MPIs; run scripts/setup.sh again, and mpirun or horovodrun of the activated environment"
+            "different MPIs; run scripts/setup.sh again, and use mpirun or horovodrun of its environment"
         )
     if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
         return f"{_library(mpi)} has no MPI_THREAD_MULTIPLE; {_OTHER_MPI}"

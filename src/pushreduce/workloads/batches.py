@@ -11,7 +11,7 @@ wide generator is touched.
 from __future__ import annotations
 
 import multiprocessing
-import signal
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -137,7 +137,17 @@ class TrainBatches:
             self._batches = load_batches(
                 self._source, self._requests(), self._num_loader_workers, self._skipped_files
             )
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker (pid"):
+                raise
+            # A scheduler that signals every process of the job also ends the loaders, while the rank
+            # still has steps to do up to its last checkpoint.
+            warnings.warn(f"{error}; this rank reads its samples itself from now on", stacklevel=2)
+            self._num_loader_workers = 0
+            self._batches = None
+            return next(self)
         self._position += self._batch_size
         return batch
 
@@ -169,7 +179,6 @@ def _load(source: Source, requests: Iterator[Request], num_loader_workers: int) 
         collate_fn=_as_it_is,
         num_workers=num_loader_workers,
         multiprocessing_context=context,
-        worker_init_fn=_leave_signals_to_parent,
         generator=torch.Generator(),  # else it draws a number from the global generator
     )
     return iter(loader)
@@ -177,9 +186,3 @@ def _load(source: Source, requests: Iterator[Request], num_loader_workers: int) 
 
 def _as_it_is(loaded: Any) -> Any:
     return loaded
-
-
-def _leave_signals_to_parent(_worker: int) -> None:
-    """Ctrl-C and launchers signal all processes, but the rank still has a checkpoint to save."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -49,7 +49,7 @@ class ImageArrays(ImageSplit):
         white: int = 255,
         crop_padding: int | None = None,
     ) -> None:
-        """With `crop_padding`, training images are shifted by up to so many pixels and mirrored, at random."""
+        """With `crop_padding`, training images are shifted by up to so many pixels, and mirrored."""
         assert images.dtype == np.uint8
         self.labels = labels.astype(np.int64)
         self._images = torch.from_numpy(images)
@@ -192,7 +192,8 @@ def read_idx(path: Path) -> np.ndarray:
         or len(content) - header_size != math.prod(shape.tolist())
     ):
         raise ValueError(f"{path} is damaged or not an idx file; fetch it anew")
-    return np.frombuffer(content, dtype=np.uint8, offset=header_size).reshape(shape)
+    elements = np.frombuffer(content, dtype=np.uint8, offset=header_size)
+    return elements.reshape(shape).copy()  # torch wants it writable
 
 
 def _find_fashion_mnist(name: str, folders: list[Path]) -> Path:

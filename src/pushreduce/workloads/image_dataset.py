@@ -13,7 +13,7 @@ from pushreduce.workloads.batches import Loaded, Request
 
 
 class ImageSplit(ABC):
-    """Labelled images: a `Source` of inputs float32 [batch, C, H, W], normalised, and targets int64 [batch]."""
+    """Labelled images: a `Source` of float32 [batch, C, H, W], normalised, and int64 [batch]."""
 
     labels: np.ndarray
     """Class of every image, int64 [num_images]."""

@@ -1,13 +1,13 @@
-"""Imported once by the server process that loader processes are forked from; not imported by anything else.
+"""Imported once, by the server process that loader processes are forked from, and by nothing else.
 
-It shares the memory of torch and Pillow between a rank's loader processes and saves each the seconds of
-importing them. It must outlive signals sent to the whole job, for its end would end the loaders while the
-rank finishes its step; it goes when the rank does.
+The loaders of a rank share the memory of torch and Pillow through it, and are spared the seconds of importing
+them. It leaves the process group, because Ctrl-C and launchers signal whole groups, and the rank still needs its
+loaders for the steps up to its last checkpoint; it ends when the rank does.
 """
 
-import signal
+import os
 
 import torch  # noqa: F401
 import torchvision.transforms  # noqa: F401
 
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.setsid()

@@ -1,4 +1,4 @@
-"""How training samples are dealt to ranks: arithmetic on indices, the same on every rank from the seed alone."""
+"""How training samples are dealt to ranks: arithmetic on indices, the same on all ranks from one seed."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def deal_dirichlet(
 def _draw_counts(
     shard_sizes: np.ndarray, class_counts: np.ndarray, alpha: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """Samples of each class on each rank, int64 [ranks, classes], with exactly the given row and column sums."""
+    """Samples of each class on each rank, int64 [ranks, classes], with the given row and column sums."""
     concentration = np.maximum(alpha * class_counts / class_counts.sum(), _SMALLEST_SHARE)
     table = np.maximum(rng.dirichlet(concentration, size=len(shard_sizes)), _SMALLEST_SHARE)
     for _ in range(_NUM_SCALINGS):

