@@ -31,16 +31,12 @@ def main(argv: list[str] | None = None) -> None:
     """Runs one rank of what `argv` (default: the process's arguments) asks for; ends in SystemExit."""
     try:
         settings = command_line.parse(sys.argv[1:] if argv is None else argv)
-        startup.start()
-    except (SettingsError, startup.StartupError) as error:
+    except SettingsError as error:
         startup.exit_with_bad_input(str(error))
-    startup.install_exception_hook()
-    stop_signal = startup.install_signal_flag()
-
-    from pushreduce.communication.horovod_mpi import HorovodMPI
-
+    communicator = startup.connect()
+    stop_signal = startup.install_signal_flag(settings.training.grace_seconds)
     try:
-        exit_code = _run(settings, HorovodMPI(), stop_signal)
+        exit_code = _run(settings, communicator, stop_signal)
     except BadInputError as error:
         startup.exit_with_bad_input(str(error))
     startup.shut_down()

@@ -31,11 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "real: only meaningful on real ranks")
     if config.getoption("--cluster") == "real":
         from pushreduce.communication import startup
-        from pushreduce.communication.horovod_mpi import HorovodMPI
 
-        startup.start()
-        startup.install_exception_hook()
-        config.communicator = HorovodMPI()  # type: ignore[attr-defined]
+        config.communicator = startup.connect()  # type: ignore[attr-defined]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

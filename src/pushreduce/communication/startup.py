@@ -20,9 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pushreduce.communication import mpi_settings
+
+if TYPE_CHECKING:  # it needs torch, which the messages about bad settings do without
+    from pushreduce.communication.base import Communicator
 
 BAD_INPUT = 2
 """Exit code for what the user can put right."""
@@ -101,6 +104,22 @@ def start(*, quiet: bool = False) -> Process:
     return process
 
 
+def connect() -> Communicator:
+    """The way in for a training script: starts everything and returns this rank's communicator. Collective.
+
+    From then on an uncaught exception on any rank ends all. Where the ranks cannot be started, it ends the process
+    with one line and exit code 2.
+    """
+    try:
+        start()
+    except StartupError as error:
+        exit_with_bad_input(str(error))
+    install_exception_hook()
+    from pushreduce.communication.horovod_mpi import HorovodMPI
+
+    return HorovodMPI()
+
+
 def rank_without_horovod() -> int:
     """This process's rank; starts MPI only. For messages about settings, before anything else is imported.
 
@@ -150,16 +169,27 @@ def install_exception_hook() -> None:
     threading.excepthook = end_thread
 
 
-def install_signal_flag() -> Callable[[], int | None]:
+def install_signal_flag(grace_seconds: float) -> Callable[[], int | None]:
     """SIGTERM and SIGINT set a flag from now on; returns its reader: the first signal's number, or None.
 
-    A second SIGINT aborts the job at once, with exit code 130.
+    Where the process has not ended `grace_seconds` after the first signal, or on a second SIGINT, the job is aborted
+    with exit code 128 + the signal's number.
     """
     received: list[int] = []
 
+    def give_up(number: int, why: str) -> None:
+        _abort(
+            f"rank {rank_without_horovod()}: {why}; the newest complete checkpoint is intact", 128 + number
+        )
+
     def note(number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT and signal.SIGINT in received:
-            _abort(f"rank {rank_without_horovod()}: interrupted twice, aborting", 128 + number)
+            give_up(number, "interrupted twice, aborting")
+        if not received:
+            why = f"not ended {grace_seconds:g} s after signal {number} (--grace-seconds), aborting"
+            timer = threading.Timer(grace_seconds, give_up, (number, why))
+            timer.daemon = True
+            timer.start()
         received.append(number)
 
     signal.signal(signal.SIGTERM, note)
