@@ -70,14 +70,15 @@ nccl_of_torch() {
   mkdir "$1/nccl"
   ln -s "$nccl/lib/libnccl.so.2" "$1/nccl/libnccl.so"
   export HOROVOD_NCCL_INCLUDE=$nccl/include HOROVOD_NCCL_LIB=$1/nccl
-  rpath+=${rpath:+;}'$ORIGIN/../../nvidia/nccl/lib'
+  # shellcheck disable=SC2016
+  rpath+=';$ORIGIN/../../nvidia/nccl/lib'
   export HOROVOD_RPATH=$rpath
 }
 
 built() { grep -oE '\[ *[0-9]+%\]' "$log" | tail -1 | tr -dc 0-9 | sed 's/$/ % compiled/'; }
 
 build() {
-  mkdir -p "$cache" 2>/dev/null && [ -w "$cache" ] ||
+  { mkdir -p "$cache" && [ -w "$cache" ]; } 2>/dev/null ||
     fail "cannot write to the cache $cache; make it writable or set XDG_CACHE_HOME to a directory that is"
   work=$(mktemp -d "$cache/build-XXXXXX")
   trap 'rm -rf "$work"' EXIT

@@ -28,6 +28,7 @@ with_progress() {
 
 # The PATH without this checkout's own environments: the MPI that they hold is not the system's.
 path_without_environments() {
+  : "${root:?}"
   tr ':' '\n' <<<"$PATH" | grep -vE "^$root/\.venv[^/]*/bin/?$" | paste -sd: -
 }
 

@@ -59,6 +59,7 @@ skip() { summary+=("skipped  $1: $2"); }
 has_tests() { compgen -G "$1/test_*.py" >/dev/null; }
 
 # Each rank's output in a file of its own: rank 0's is shown, another's where the part fails.
+# shellcheck disable=SC2317
 on_ranks() {
   local ranks=$1 code=0
   rm -f "$logs"/rank*
@@ -68,12 +69,12 @@ on_ranks() {
     if [ "$rank" = 0 ]; then exec python -m pytest tests/parallel --cluster real; fi
     exec python -m pytest tests/parallel --cluster real -p no:cacheprovider >"$0/rank$rank.log" 2>&1
   ' "$logs" || code=$?
-  if [ $code != 0 ]; then
+  if [ "$code" != 0 ]; then
     for log in "$logs"/rank*.log; do
       [ ! -e "$log" ] || { echo "... $(basename "$log" .log):"; tail -n 40 "$log"; }
     done
   fi
-  return $code
+  return "$code"
 }
 
 part "ruff check" ruff check .

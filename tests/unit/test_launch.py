@@ -1,4 +1,4 @@
-"""scripts/launch with programs in place of mpirun and ssh: command lines for each MPI, and what keeps a host out."""
+"""scripts/launch with programs in place of mpirun and ssh: its command lines, and what keeps a host out."""
 
 from __future__ import annotations
 
