@@ -10,7 +10,7 @@ _IID, _DIRICHLET = 1, 2
 """Keep the two ways of dealing from sharing random numbers under one seed."""
 _SMALLEST_SHARE = 1e-12
 """Dirichlet draws of small concentration underflow to 0, and a row or column of zeros cannot be scaled."""
-_NUM_SCALINGS = 200
+_MAX_SCALINGS = 200
 
 
 def compute_shard_sizes(num_samples: int, size: int, proportions: Sequence[float] | None = None) -> list[int]:
@@ -60,9 +60,9 @@ def deal_dirichlet(
     the few samples left over are placed so that both are met exactly.
 
     Args:
-        labels: class of every sample, whole numbers from 0, int64 [num_samples].
+        labels: class of every sample, int64 [num_samples].
         shard_sizes: they add up to num_samples.
-        alpha: concentration; small is skewed, infinity would be iid.
+        alpha: concentration; small is skewed, infinity would be equal class shares.
 
     Raises:
         ValueError: alpha is not positive.
@@ -71,14 +71,14 @@ def deal_dirichlet(
     if not (np.isfinite(alpha) and alpha > 0):
         raise ValueError(f"--dirichlet-alpha must be a positive number, not {alpha}")
     rng = np.random.default_rng([seed, _DIRICHLET])
+    labels = np.unique(labels, return_inverse=True)[1]  # a class without samples could not be scaled
     class_counts = np.bincount(labels)
     counts = _draw_counts(np.asarray(shard_sizes), class_counts, alpha, rng)
-    parts: list[list[np.ndarray]] = [[] for _ in shard_sizes]
+    owner = np.empty(len(labels), dtype=np.int64)
     for label in range(len(class_counts)):
         samples = rng.permutation(np.flatnonzero(labels == label))
-        for part, dealt in zip(parts, np.split(samples, np.cumsum(counts[:, label])[:-1]), strict=True):
-            part.append(dealt)
-    return [np.sort(np.concatenate(part)) for part in parts]
+        owner[samples] = np.repeat(np.arange(len(shard_sizes)), counts[:, label])
+    return np.split(np.argsort(owner, kind="stable"), np.cumsum(shard_sizes)[:-1])
 
 
 def _draw_counts(
@@ -87,8 +87,11 @@ def _draw_counts(
     """Samples of each class on each rank, int64 [ranks, classes], with the given row and column sums."""
     concentration = np.maximum(alpha * class_counts / class_counts.sum(), _SMALLEST_SHARE)
     table = np.maximum(rng.dirichlet(concentration, size=len(shard_sizes)), _SMALLEST_SHARE)
-    for _ in range(_NUM_SCALINGS):
-        table *= (shard_sizes / table.sum(axis=1))[:, None]
+    for _ in range(_MAX_SCALINGS):
+        row_sums = table.sum(axis=1)
+        if np.abs(row_sums - shard_sizes).max() < 0.5:
+            break
+        table *= (shard_sizes / row_sums)[:, None]
         table *= class_counts / table.sum(axis=0)
     # Columns are right and rows nearly; cut the rows that are too large, so that rounding down exceeds
     # neither.
