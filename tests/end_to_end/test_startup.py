@@ -154,7 +154,7 @@ def test_signals_to_the_launcher_set_the_flag_on_every_rank(tmp_path: Path) -> N
     with started(
         tmp_path,
         """
-read = startup.install_signal_flag()
+read = startup.install_signal_flag(30)
 rank = startup.start(quiet=True).rank
 from mpi4py import MPI
 assert read() is None
@@ -181,7 +181,7 @@ def test_a_second_interrupt_aborts(tmp_path: Path) -> None:
     with started(
         tmp_path,
         """
-read = startup.install_signal_flag()
+read = startup.install_signal_flag(30)
 startup.start()
 say(f"pid {os.getpid()}.")
 while read() is None: time.sleep(0.01)
