@@ -58,7 +58,7 @@ def test_bridges_are_left_out_between_hosts_only() -> None:
         OPENMPI_5, two_hosts, 2, interfaces, False, including
     )
     assert "OMPI_MCA_btl_tcp_if_exclude" not in before_mpi(
-        OPENMPI_5, Launch(4, 4, 0, None), 2, interfaces, {}
+        OPENMPI_5, Launch(4, 4, 0, None), 2, interfaces, False, {}
     )
 
 
