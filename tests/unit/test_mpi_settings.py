@@ -29,35 +29,45 @@ LAUNCHES = st.builds(Launch, st.integers(1, 64), st.integers(1, 64), st.just(0),
 def test_what_the_user_set_is_never_touched(
     library: str, launch: Launch, num_cores: int, interfaces: set[str], data: st.DataObject
 ) -> None:
-    wanted = before_mpi(library, launch, num_cores, interfaces, {})
+    wanted = before_mpi(library, launch, num_cores, interfaces, False, {})
     of_user = data.draw(st.sets(st.sampled_from(sorted(wanted))))
-    rest = before_mpi(library, launch, num_cores, interfaces, dict.fromkeys(of_user, "mine"))
+    rest = before_mpi(library, launch, num_cores, interfaces, False, dict.fromkeys(of_user, "mine"))
     assert rest == {name: value for name, value in wanted.items() if name not in of_user}
 
 
 def test_each_mpi_gets_its_own() -> None:
     alone, crowded = Launch(1, 1, 0, None), Launch(8, 8, 0, "PMI_SIZE")
-    assert before_mpi(OPENMPI_4, alone, 2, [], {})["OMPI_MCA_osc"] == "ucx"
-    assert before_mpi(OPENMPI_5, alone, 2, [], {})["OMPI_MCA_osc"] == "^ucx"
+    assert before_mpi(OPENMPI_4, alone, 2, [], False, {})["OMPI_MCA_osc"] == "ucx"
+    assert before_mpi(OPENMPI_5, alone, 2, [], False, {})["OMPI_MCA_osc"] == "^ucx"
     assert not any(
-        name.startswith(("OMPI", "PMIX")) for name in before_mpi(MPICH, crowded, 2, ["docker0"], {})
+        name.startswith(("OMPI", "PMIX")) for name in before_mpi(MPICH, crowded, 2, ["docker0"], False, {})
     )
-    assert "HOROVOD_CYCLE_TIME" in before_mpi(MPICH, crowded, 2, [], {})
-    assert "HOROVOD_CYCLE_TIME" not in before_mpi(MPICH, crowded, 8, [], {})
+    assert "HOROVOD_CYCLE_TIME" in before_mpi(MPICH, crowded, 2, [], False, {})
+    assert "HOROVOD_CYCLE_TIME" not in before_mpi(MPICH, crowded, 8, [], False, {})
 
 
 def test_bridges_are_left_out_between_hosts_only() -> None:
     two_hosts = Launch(4, 2, 0, "OMPI_COMM_WORLD_SIZE")
     interfaces = ["lo", "eth0", "docker0", "br-17"]
     assert (
-        before_mpi(OPENMPI_5, two_hosts, 2, interfaces, {})["OMPI_MCA_btl_tcp_if_exclude"]
+        before_mpi(OPENMPI_5, two_hosts, 2, interfaces, False, {})["OMPI_MCA_btl_tcp_if_exclude"]
         == "lo,br-17,docker0"
     )
     including = {"OMPI_MCA_btl_tcp_if_include": "eth0"}
-    assert "OMPI_MCA_btl_tcp_if_exclude" not in before_mpi(OPENMPI_5, two_hosts, 2, interfaces, including)
     assert "OMPI_MCA_btl_tcp_if_exclude" not in before_mpi(
-        OPENMPI_5, Launch(4, 4, 0, None), 2, interfaces, {}
+        OPENMPI_5, two_hosts, 2, interfaces, False, including
     )
+    assert "OMPI_MCA_btl_tcp_if_exclude" not in before_mpi(
+        OPENMPI_5, Launch(4, 4, 0, None), 2, interfaces, False, {}
+    )
+
+
+def test_mpich_is_given_the_other_interfaces_unless_it_has_better_ones() -> None:
+    two_hosts, interfaces = Launch(4, 2, 0, "PMI_SIZE"), ["lo", "eth0", "docker0", "eth1"]
+    assert before_mpi(MPICH, two_hosts, 2, interfaces, False, {})["UCX_NET_DEVICES"] == "eth0,eth1"
+    assert "UCX_NET_DEVICES" not in before_mpi(MPICH, two_hosts, 2, interfaces, True, {})
+    assert "UCX_NET_DEVICES" not in before_mpi(MPICH, two_hosts, 2, ["lo", "eth0"], False, {})
+    assert "UCX_NET_DEVICES" not in before_mpi(MPICH, two_hosts, 2, ["lo", "docker0"], False, {})
 
 
 def test_the_launch_is_read_from_each_launcher() -> None:

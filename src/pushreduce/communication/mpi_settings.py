@@ -68,6 +68,7 @@ def before_mpi(
     launch: Launch,
     num_cores: int,
     interfaces: Iterable[str],
+    has_rdma: bool,
     environment: Mapping[str, str],
 ) -> dict[str, str]:
     """The variables to set before MPI starts, without those that the user has set.
@@ -75,11 +76,13 @@ def before_mpi(
     Args:
         library_version: what `MPI_Get_library_version` says.
         num_cores: processors of this host.
-        interfaces: names of this host's network interfaces.
+        interfaces: names of this host's network interfaces that are up and have an address.
+        has_rdma: whether this host has InfiniBand or the like.
     """
     library = library_name(library_version)
     several_hosts = launch.num_local_ranks < launch.num_ranks
-    bridges = sorted(name for name in interfaces if _BRIDGE.match(name))
+    interfaces = sorted(interfaces)
+    bridges = [name for name in interfaces if _BRIDGE.match(name)]
     wanted: dict[str, str] = {
         "HOROVOD_CONTROLLER": "mpi",
         "HOROVOD_CPU_OPERATIONS": "MPI",
@@ -107,9 +110,10 @@ def before_mpi(
     ):
         # Include and exclude exclude each other; the default, the loopback, is replaced: it must be named.
         wanted["OMPI_MCA_btl_tcp_if_exclude"] = ",".join(["lo", *bridges])
-    if library == "mpich" and several_hosts and bridges:
-        wanted["UCX_NET_DEVICES"] = "^" + ",".join(bridges)
-    return {name: value for name, value in wanted.items() if name not in environment}
+    if library == "mpich" and several_hosts and bridges and not has_rdma:
+        # UCX knows no exclusion; and naming Ethernet interfaces would take its InfiniBand devices away.
+        wanted["UCX_NET_DEVICES"] = ",".join(name for name in interfaces if name not in ("lo", *bridges))
+    return {name: value for name, value in wanted.items() if value and name not in environment}
 
 
 def ring_table(library: Path) -> str | None:

@@ -255,7 +255,14 @@ def _start_mpi() -> Any:
 
         launch = mpi_settings.read_launch(os.environ)
         version = MPI.Get_library_version()
-        made = mpi_settings.before_mpi(version, launch, _num_cores(), psutil.net_if_addrs(), os.environ)
+        up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+        interfaces = {
+            name
+            for name, addresses in psutil.net_if_addrs().items()
+            if name in up and any(address.family == socket.AF_INET for address in addresses)
+        }
+        has_rdma = any(Path("/sys/class/infiniband").glob("*"))
+        made = mpi_settings.before_mpi(version, launch, _num_cores(), interfaces, has_rdma, os.environ)
         libraries = mpi_settings.mpi_libraries(Path("/proc/self/maps").read_text())
         if mpi_settings.library_name(version) == "mpich" and len(libraries) == 1:
             made |= mpi_settings.ring_variables(Path(libraries[0]), launch, os.environ)
