@@ -39,11 +39,11 @@ from pushreduce.workloads import Batch, Workload, build_workload
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 """Largest relative difference by the run's dtype.
 
-float64: run and oracle differ by rounding alone; 250 steps of the small CNN on digits came to 8e-16, and one
-lost or misplaced event to 1e-3 and more. float32: 70 such steps came to 4e-6, but 250 to 3e-2, since rounding
-of 1e-7 crosses kinks of ReLU and max-pooling, behind which the gradient is another (1e-8 does not). No
-tolerance tells that from a fault, so `rounding_spread` measures it, and where it is above the tolerance there
-is no verdict.
+float64: run and oracle differ by rounding alone; 250 steps of the small CNN on digits came to 8e-16, a wrong alpha
+(0.999 for 1) in 70 steps to 1e-2. float32: 70 steps came to 4e-6, but 220 to 250 to between 1e-2 and 5e-2. Noise of
+float32's size is enough for that: perturbing the start of the oracle by 1e-7 moved its end by 3e-6 or 3e-3, by 1e-6
+to 5e-2, on the same traces, presumably where it crosses kinks of ReLU and max-pooling. So "equal" is evidence in
+float32, and "different" is none: only float64 tells a fault from rounding.
 """
 
 
@@ -81,13 +81,6 @@ def replay_run(run_dir: Path, settings: Settings, workloads: Sequence[Workload])
     return differences
 
 
-def rounding_spread(run_dir: Path, settings: Settings, workloads: Sequence[Workload]) -> float:
-    """How far the oracle moves if a worker's parameters are rounded to float32 after every step; relative."""
-    exact, _ = _replay(run_dir, settings, workloads, build_rule(settings.optimizer))
-    rounded, _ = _replay(run_dir, settings, workloads, _RoundedToFloat32(build_rule(settings.optimizer)))
-    return float(np.abs(rounded - exact).max() / np.abs(exact).max())
-
-
 def _replay(
     run_dir: Path, settings: Settings, workloads: Sequence[Workload], rule: Rule
 ) -> tuple[Vector, list[int]]:
@@ -113,14 +106,6 @@ def build_rule(settings: OptimizerSettings) -> Rule:
             return SGD(settings.momentum, settings.nesterov, decay, max_norm)
         case "adam" | "adamw" as name:
             return Adam(weight_decay=decay, decoupled=name == "adamw", max_grad_norm=max_norm)
-
-
-@dataclass
-class _RoundedToFloat32:
-    rule: Rule
-
-    def update(self, x: Vector, gradient: Vector, learning_rate: float) -> Vector:
-        return self.rule.update(x, gradient, learning_rate).astype(np.float32).astype(np.float64)
 
 
 class _Gradient:
@@ -226,7 +211,7 @@ def _read_vector(path: Path, num_parameters: int) -> Vector:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command `scripts/replay`; 0: equal, 1: different, 2: no verdict, or nothing to replay."""
+    """The command `scripts/replay`; 0: equal, 1: different, 2: nothing that can be replayed."""
     parser = argparse.ArgumentParser(
         prog="replay", description="Replay a run made with --trace through the float64 oracle."
     )
@@ -255,12 +240,7 @@ def _judge(run_dir: Path) -> int:
     for each in differences:
         print(f"{each.rank:4}  {each.num_steps:6}   {each.absolute:18.3e}   {each.relative:8.1e}")
     equal = all(each.relative <= tolerance for each in differences)  # NaN is not
-    if not equal and dtype == "float32":
-        spread = rounding_spread(run_dir, settings, workloads)
-        if spread > tolerance:
-            raise ValueError(
-                f"no verdict: rounding to float32 alone moves this run by {spread:.1e}; trace a "
-                "shorter run, or one with --dtype float64"
-            )
     print(f"{'equal' if equal else 'DIFFERENT'} to a relative {tolerance:.0e}, the tolerance for {dtype}")
+    if not equal and dtype == "float32":
+        print("this may be a fault or rounding (see TOLERANCES): trace the run with --dtype float64 to tell")
     return 0 if equal else 1
