@@ -205,9 +205,8 @@ class _TorchState:
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
         torch.set_autocast_cache_enabled(self._autocast_cache)
-        # Autocast forgets its cast weights only where the outermost region ends: while another rank's region
-        # is open, weights cast before an optimizer step would be used after it.
-        torch.clear_autocast_cache()
+        # Autocast forgets its cast weights where the nesting returns to 0: with other ranks' regions counted,
+        # weights cast before an optimizer step would be used after it.
         nesting = torch.autocast_increment_nesting()
         while nesting > self._autocast_nesting:
             nesting = torch.autocast_decrement_nesting()

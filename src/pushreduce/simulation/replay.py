@@ -39,11 +39,11 @@ from pushreduce.workloads import Batch, Workload, build_workload
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 """Largest relative difference by the run's dtype.
 
-float64: run and oracle differ by rounding alone; 250 steps of the small CNN on digits came to 8e-16, a wrong alpha
-(0.999 for 1) in 70 steps to 1e-2. float32: 70 steps came to 4e-6, but 220 to 250 to between 1e-2 and 5e-2. Noise of
-float32's size is enough for that: perturbing the start of the oracle by 1e-7 moved its end by 3e-6 or 3e-3, by 1e-6
-to 5e-2, on the same traces, presumably where it crosses kinks of ReLU and max-pooling. So "equal" is evidence in
-float32, and "different" is none: only float64 tells a fault from rounding.
+float64: run and oracle differ by rounding alone; 250 steps of the small CNN on digits came to 8e-16, a wrong
+alpha (0.999 for 1) in 70 steps to 1e-2. float32: 70 steps came to 4e-6, but 220 to 250 to between 1e-2 and
+5e-2. Noise of float32's size can do that: perturbing the start of the oracle by 1e-7 moved its end by 3e-6
+or 3e-3, by 1e-6 to 5e-2, on the same traces, presumably where it crosses kinks of ReLU and max-pooling. So
+"equal" is evidence in float32, and "different" is none: only float64 tells a fault from rounding.
 """
 
 
