@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import tyro
@@ -48,6 +48,8 @@ def parse(argv: list[str]) -> Settings:
         base = settings_file.load(file)
         if base.resume:
             raise SettingsError(f"{file}: resume belongs on the command line: remove it and add --resume")
+        if options.evaluate is not None:
+            base = replace(base, trace=False)  # that was about the training
         options = _parse_options(argv, base)
     settings = Settings(**{item.name: getattr(options, item.name) for item in fields(Settings)})
     check(settings)

@@ -69,6 +69,27 @@ def test_one_rank_is_plain_sgd(ranks):
     assert np.array_equal(result["x"], least_squares.vector(model))  # bit for bit
 
 
+def test_ranks_out_of_data_follow_the_others_schedule(ranks):
+    """Replicas stay equal although the learning rate falls on those that still have data only."""
+
+    def body(communicator):
+        model = least_squares.model()
+        optimizer = torch.optim.SGD(model.parameters(), **SGD)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8)
+        algorithm = AllReduceSGD(model, optimizer, communicator)
+        for step in range(3 + 6 * communicator.rank):
+            optimizer.zero_grad()
+            least_squares.backward(model, communicator.rank, step)
+            algorithm.step(5)
+            scheduler.step()
+        algorithm.finish()
+        return least_squares.vector(model)
+
+    results = ranks.run(body)
+    for x in results:
+        np.testing.assert_allclose(x, results[0], rtol=1e-12)
+
+
 def test_accumulated_gradients_equal_one_large_batch(ranks):
     def body(communicator, accumulate):
         model = least_squares.model()

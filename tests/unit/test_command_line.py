@@ -59,9 +59,17 @@ def test_an_option_may_complete_what_the_file_begins(tmp_path: Path) -> None:
 
 
 def test_resume_begins_with_the_settings_of_the_run(tmp_path: Path) -> None:
-    (tmp_path / "settings.yaml").write_text(to_yaml(replace(Settings(), seed=3, trace=True)))
+    (tmp_path / "settings.yaml").write_text(to_yaml(replace(Settings(), seed=3, algorithm="allreduce")))
     settings = parse(["--resume", "--run-dir", str(tmp_path), "--seed", "4"])
-    assert settings == replace(Settings(), seed=4, trace=True, resume=True, run_dir=str(tmp_path))
+    assert settings == replace(Settings(), seed=4, algorithm="allreduce", resume=True, run_dir=str(tmp_path))
+
+
+def test_a_traced_run_goes_on_without_its_trace(tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text(to_yaml(replace(Settings(), trace=True)))
+    with pytest.raises(SettingsError, match="--no-trace"):
+        parse(["--resume", "--run-dir", str(tmp_path)])
+    assert not parse(["--resume", "--run-dir", str(tmp_path), "--no-trace"]).trace
+    assert not parse(["--evaluate", str(tmp_path / "model.pt")]).trace
 
 
 def test_evaluate_takes_the_settings_beside_the_model_if_there_are_any(tmp_path: Path) -> None:

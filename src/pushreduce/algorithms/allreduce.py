@@ -10,6 +10,7 @@ ranks have equal b_i. Only where they differ does a second average put it right.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -85,9 +86,10 @@ class AllReduceSGD(Algorithm):
         """One round of all ranks: averages, then the same update everywhere. Returns whether all were finishing."""
         with self._timed("communication_seconds"):
             # Every rank tells its samples, and which parameters it has a gradient for.
-            present = [float(p.grad is not None) for p in self._trainable]
+            present = [p.grad is not None for p in self._trainable]
+            rates = [group["lr"] if num_samples > 0 else 0.0 for group in self.optimizer.param_groups]
             counts = [num_samples, num_samples**2, num_samples > 0, finishing, self._stop_wanted]
-            tally = torch.tensor([*map(float, counts), *present], dtype=torch.float64)
+            tally = torch.tensor([*counts, *present, *rates], dtype=torch.float64)
             tally_handle = self.communicator.average_async(tally, "tally")
             for index, parameter in enumerate(self._trainable):
                 if index not in self._handles:
@@ -95,9 +97,10 @@ class AllReduceSGD(Algorithm):
                         parameter.grad = torch.zeros_like(parameter)
                     self._post(index)
         with self._timed("blocked_seconds"):
-            sums = [round(mean * self.communicator.size) for mean in tally_handle.wait().tolist()]
+            sums = [mean * self.communicator.size for mean in tally_handle.wait().tolist()]
             averages = [self._handles.pop(index).wait() for index in range(len(self._trainable))]
-        samples, squares, num_contributing, num_finishing, num_stopping = sums[:5]
+        samples, squares, num_contributing, num_finishing, num_stopping = map(round, sums[: len(counts)])
+        any_present = [round(total) > 0 for total in sums[len(counts) : len(counts) + len(present)]]
         with self._timed("communication_seconds"), torch.no_grad():
             if num_contributing * squares != samples**2:
                 self._correct_for_unequal_samples(averages, num_samples, samples)
@@ -107,14 +110,24 @@ class AllReduceSGD(Algorithm):
                 # The gradient's memory and the average's change places. Where no rank had a gradient it stays None,
                 # since optimizers treat None (no update) and zero (momentum, weight decay) differently.
                 self._averages[index] = parameter.grad
-                parameter.grad = averages[index] if sums[5 + index] > 0 else None
+                parameter.grad = averages[index] if any_present[index] else None
         if num_contributing > 0:
+            if num_samples == 0:
+                self._adopt_learning_rates([total / num_contributing for total in sums[-len(rates) :]])
             self._local_update()
         self._record("round", round=self._round, num_samples=num_samples, learning_rate=self._learning_rate)
         self._round += 1
         self.progress.agreed_samples += samples
         self.progress.stop_requested = self.progress.stop_requested or num_stopping > 0
         return num_finishing == self.communicator.size
+
+    def _adopt_learning_rates(self, rates: list[float]) -> None:
+        """A rank without data takes the others' update at their rate, since its own schedule stands still."""
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            if not math.isclose(
+                group["lr"], rate, rel_tol=1e-12
+            ):  # the mean of equal rates may differ in the last bit
+                group["lr"] = rate
 
     def _correct_for_unequal_samples(
         self, averages: list[torch.Tensor], num_samples: int, samples: int

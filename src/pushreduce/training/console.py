@@ -118,4 +118,7 @@ def conclude(
 def resume_command(loop: TrainingLoop) -> str:
     """The command that goes on with the run from its newest checkpoint."""
     launcher = f"mpirun -np {loop.communicator.size} " if loop.communicator.size > 1 else ""
-    return f"{launcher}python {shlex.quote(sys.argv[0])} --run-dir {shlex.quote(str(loop.run_directory.path))} --resume"
+    options = f"--run-dir {shlex.quote(str(loop.run_directory.path))} --resume"
+    if loop.settings.trace:
+        options += " --no-trace"
+    return f"{launcher}python {shlex.quote(sys.argv[0])} {options}"
