@@ -1,8 +1,11 @@
 """The sample stream: passes without replacement, constant batches, exact resume, no generator disturbed."""
 
 import multiprocessing
+import subprocess
+import sys
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,6 +121,25 @@ def test_loses_no_sample_with_a_loader_process() -> None:
     with pytest.warns(UserWarning, match="reads its samples itself"):
         rest = list(islice(batches, 9))
     assert_equal(first + rest, undisturbed)
+
+
+def test_loader_processes_end_with_a_rank_that_is_killed() -> None:
+    program = f"""
+import multiprocessing, sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+if __name__ == "__main__":
+    from test_batches import make_batches
+    batches = make_batches(17, 5, num_loader_workers=2)
+    next(batches)
+    print(*[loader.pid for loader in multiprocessing.active_children()], flush=True)
+    time.sleep(3600)
+"""
+    # The loaders hold the pipe too: its end of file says that the last of them is gone.
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        assert len(rank.stdout.readline().split()) == 2
+        rank.kill()
+        assert rank.stdout.read() == b""
 
 
 def test_to_converts_floating_point_inputs_only() -> None:

@@ -11,6 +11,8 @@ wide generator is touched.
 from __future__ import annotations
 
 import multiprocessing
+import os
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -179,6 +181,7 @@ def _load(source: Source, requests: Iterator[Request], num_loader_workers: int) 
         collate_fn=_as_it_is,
         num_workers=num_loader_workers,
         multiprocessing_context=context,
+        worker_init_fn=_end_with_the_rank,
         generator=torch.Generator(),  # else it draws a number from the global generator
     )
     return iter(loader)
@@ -186,3 +189,15 @@ def _load(source: Source, requests: Iterator[Request], num_loader_workers: int) 
 
 def _as_it_is(loaded: Any) -> Any:
     return loaded
+
+
+def _end_with_the_rank(_worker: int) -> None:
+    """torch watches the parent process, which is the fork server here: that lives as long as its children."""
+
+    def wait_and_end() -> None:
+        rank = multiprocessing.parent_process()
+        assert rank is not None
+        rank.join()
+        os._exit(1)
+
+    threading.Thread(target=wait_and_end, daemon=True).start()

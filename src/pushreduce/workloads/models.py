@@ -42,8 +42,9 @@ def build_model(name: str, image_shape: tuple[int, int, int], num_classes: int) 
 class SmallCNN(nn.Sequential):
     """Three convolutions with GroupNorm and two linear layers.
 
-    260 602 parameters for 1x28x28 and 10 classes. Takes any image from 8x8. Small images keep their resolution
-    in the first layer, and the last pooling leaves 2 to 5 pixels a side: the linear layer stays small.
+    260 602 parameters for 1x28x28 and 10 classes. Takes any image from 8x8. Small images keep their
+    resolution in the first layer, and the last pooling leaves 2 to 5 pixels a side:
+    the linear layer stays small.
     """
 
     def __init__(self, image_shape: tuple[int, int, int], num_classes: int) -> None:
