@@ -50,7 +50,7 @@ class BadInputError(ValueError):
 def _run(settings: Settings, communicator: Communicator, stop_signal: Callable[[], int | None]) -> int:
     from pushreduce.training import console
     from pushreduce.training.checkpoint import CheckpointError
-    from pushreduce.training.loop import TrainingLoop
+    from pushreduce.training.loop import TrainingLoop, initial_model
     from pushreduce.training.run_directory import RunDirectory
     from pushreduce.training.view import RunView
 
@@ -59,13 +59,14 @@ def _run(settings: Settings, communicator: Communicator, stop_signal: Callable[[
     if settings.evaluate is not None:
         _evaluate_file(settings, communicator, workload, device)
         return 0
+    model = _on_all_ranks(communicator, lambda: initial_model(settings, workload))
     batch_size = workload.batch_size_per_rank
     settings = replace(settings, data=replace(settings.data, batch_size_per_rank=batch_size))
     run_directory = _on_all_ranks(communicator, lambda: RunDirectory.create(settings, communicator))
     console.open_log(run_directory, communicator)
     loop = _on_all_ranks(
         communicator,
-        lambda: TrainingLoop(settings, communicator, workload, run_directory, device, stop_signal),
+        lambda: TrainingLoop(settings, communicator, workload, model, run_directory, device, stop_signal),
     )
     environment = communicator.allgather(startup.describe_environment())
     if communicator.rank == 0:

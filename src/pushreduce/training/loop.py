@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+from torch import nn
 
 from pushreduce.algorithms import build_algorithm
 from pushreduce.communication.base import Communicator
@@ -36,6 +37,16 @@ from pushreduce.workloads.base import Batch, Workload
 logger = logging.getLogger(__name__)
 
 
+def initial_model(settings: Settings, workload: Workload) -> nn.Module:
+    """The model that a run begins with, on the CPU: the same for a seed, whatever the number of ranks.
+
+    Raises:
+        ValueError: the model does not fit the data.
+    """
+    torch.manual_seed(settings.seed)
+    return workload.build_model()
+
+
 class TrainingLoop:
     """One rank's run from its set-up to its end.
 
@@ -43,6 +54,7 @@ class TrainingLoop:
         settings: resolved and checked.
         communicator: this rank's.
         workload: this rank's.
+        model: to be trained, by `initial_model`.
         run_directory: where everything is written.
         device: where the model lives.
         stop_signal: what asks for a stop, or None.
@@ -56,6 +68,7 @@ class TrainingLoop:
         settings: Settings,
         communicator: Communicator,
         workload: Workload,
+        model: nn.Module,
         run_directory: RunDirectory,
         device: torch.device,
         stop_signal: Callable[[], int | None] = lambda: None,
