@@ -227,19 +227,6 @@ def check(settings: Settings) -> None:
     _check_optimizer(settings)
 
 
-def check_num_ranks(settings: Settings, num_ranks: int) -> None:
-    """Refuses settings that do not fit this number of ranks.
-
-    Raises:
-        SettingsError: `shard_proportions` has not one number a rank.
-    """
-    proportions = settings.data.shard_proportions
-    if proportions is not None and len(proportions) != num_ranks:
-        raise SettingsError(
-            f"--shard-proportions has {len(proportions)} numbers for {num_ranks} ranks: give one a rank"
-        )
-
-
 def _check_value(name: str, value: Any) -> None:
     if value == "":
         raise SettingsError(f"{option(name)} is empty: give a value or remove it")

@@ -22,7 +22,6 @@ from pushreduce.settings import (
     SettingsError,
     TrainingSettings,
     check,
-    check_num_ranks,
     leaves,
 )
 from pushreduce.settings_file import from_yaml, to_yaml
@@ -234,13 +233,3 @@ def test_contradictions_are_refused(values: dict[str, Any], expected: str) -> No
     with pytest.raises(SettingsError, match=expected) as caught:
         check(with_values(**values))
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 32, 128])
-def test_shard_proportions_name_every_rank(num_ranks: int) -> None:
-    check_num_ranks(Settings(), num_ranks)
-    settings = with_values(shard_proportions=tuple(1.0 + rank for rank in range(num_ranks)))
-    check(settings)
-    check_num_ranks(settings, num_ranks)
-    with pytest.raises(SettingsError, match="give one a rank"):
-        check_num_ranks(settings, num_ranks + 1)

@@ -17,39 +17,40 @@ class Milestones:
 
     def __init__(self, settings: TrainingSettings, num_train_samples: int) -> None:
         self._intervals = {
-            "evaluate": settings.evaluate_every_epochs,
-            "checkpoint": settings.checkpoint_every_epochs,
+            "evaluate": settings.evaluate_every_epochs * num_train_samples,
+            "checkpoint": settings.checkpoint_every_epochs * num_train_samples,
         }
-        self._end = settings.epochs
-        self._num_train_samples = num_train_samples
-        self._here = 0.0  # epochs at the last milestone passed
+        self._end = max(1, round(settings.epochs * num_train_samples))
+        self._here = 0  # the last milestone passed, in global samples
 
     @property
     def ended(self) -> bool:
         return self._here >= self._end
 
     @property
-    def next(self) -> float:
+    def next(self) -> int:
         """Global samples of the next milestone."""
-        return min(map(self._epoch_of, self._intervals)) * self._num_train_samples
+        return min(map(self._next_of, self._intervals))
 
     @property
     def next_actions(self) -> list[str]:
         """What is due at the next milestone: of "evaluate" and "checkpoint"; at the end both."""
-        epoch = min(map(self._epoch_of, self._intervals))
-        return [action for action in self._intervals if self._epoch_of(action) == epoch]
+        return [action for action in self._intervals if self._next_of(action) == self.next]
 
     def pass_next(self) -> None:
-        self._here = min(map(self._epoch_of, self._intervals))
+        self._here = self.next
 
-    def state_dict(self) -> dict[str, float]:
-        return {"epochs": self._here}
+    def state_dict(self) -> dict[str, int]:
+        return {"samples": self._here}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self._here = state["epochs"]
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._here = state["samples"]
 
-    def _epoch_of(self, action: str) -> float:
-        """The first multiple of the action's interval beyond here, or the end."""
+    def _next_of(self, action: str) -> int:
+        """The first multiple of the action's interval beyond here, in whole samples, or the end."""
         interval = self._intervals[action]
-        num_passed = math.floor(self._here / interval + 1e-9)  # here may be a rounded multiple
-        return min((num_passed + 1) * interval, self._end)
+        multiple = math.floor(self._here / interval)
+        # Whole samples make multiples of different intervals that should coincide do so.
+        while round(multiple * interval) <= self._here:
+            multiple += 1
+        return min(round(multiple * interval), self._end)
