@@ -78,7 +78,7 @@ def test_optimizers_take_their_settings(name):
 
 @pytest.mark.parametrize("size", [1, 4, 32, 128])
 def test_default_batch_and_rate_up_to_128_ranks(size):
-    """The default batch fits the smallest shard, and the rate follows the global batch, whatever the number of ranks."""
+    """The default batch fits the smallest shard, and the rate follows the global batch."""
     workload = build_workload(DataSettings(), seed=0, rank=size - 1, size=size)
     assert sum(workload.shard_sizes) == workload.num_train_samples
     assert workload.batch_size_per_rank == min(32, min(workload.shard_sizes))
