@@ -151,9 +151,10 @@ def install_exception_hook() -> None:
 
 
 def install_signal_flag() -> Callable[[], int | None]:
-    """SIGTERM and SIGINT set a flag from now on; returns its reader: the first signal's number, or None.
+    """SIGTERM, SIGUSR1 and SIGINT set a flag from now on; returns its reader: the first's number, or None.
 
-    A second SIGINT aborts the job at once, with exit code 130.
+    SIGUSR1, because Open MPI's mpirun passes it on without killing (`scripts/launch` makes use of that), and
+    Slurm is often told to send it. A second SIGINT aborts the job at once, with exit code 130.
     """
     received: list[int] = []
 
@@ -162,8 +163,8 @@ def install_signal_flag() -> Callable[[], int | None]:
             _abort(f"rank {rank_without_horovod()}: interrupted twice, aborting", 128 + number)
         received.append(number)
 
-    signal.signal(signal.SIGTERM, note)
-    signal.signal(signal.SIGINT, note)
+    for signal_number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(signal_number, note)
     return lambda: received[0] if received else None
 
 
