@@ -170,10 +170,11 @@ def install_exception_hook() -> None:
 
 
 def install_signal_flag(grace_seconds: float) -> Callable[[], int | None]:
-    """SIGTERM and SIGINT set a flag from now on; returns its reader: the first signal's number, or None.
+    """SIGTERM, SIGUSR1 and SIGINT set a flag from now on; returns its reader: the first's number, or None.
 
-    Where the process has not ended `grace_seconds` after the first signal, or on a second SIGINT, the job is aborted
-    with exit code 128 + the signal's number.
+    SIGUSR1, because Open MPI's mpirun passes it on without killing (`scripts/launch` makes use of that), and
+    Slurm is often told to send it. Where the process has not ended `grace_seconds` after the first signal, or on a
+    second SIGINT, the job is aborted with exit code 128 + the signal's number.
     """
     received: list[int] = []
 
@@ -192,8 +193,8 @@ def install_signal_flag(grace_seconds: float) -> Callable[[], int | None]:
             timer.start()
         received.append(number)
 
-    signal.signal(signal.SIGTERM, note)
-    signal.signal(signal.SIGINT, note)
+    for signal_number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(signal_number, note)
     return lambda: received[0] if received else None
 
 
