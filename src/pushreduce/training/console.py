@@ -100,7 +100,7 @@ def conclude(
         commit=environment["commit"],
     )
     assert loop.view is not None
-    loop.view.close(summary)
+    loop.view.close({name: value for name, value in summary.items() if isinstance(value, float)})
     if not ended:
         logger.info(
             "stopped before the end; the checkpoint is complete. To go on:\n  %s", resume_command(loop)
