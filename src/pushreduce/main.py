@@ -114,7 +114,10 @@ def _evaluate_file(
     from pushreduce.training.evaluate import load_model, score_together
 
     model = _on_all_ranks(communicator, lambda: load_model(settings, workload, device))
-    loss, top1_percent = score_together(model, workload, communicator)
+    try:
+        loss, top1_percent = score_together(model, workload, communicator)
+    except ValueError as error:
+        raise BadInputError(str(error)) from error
     if communicator.rank == 0:
         print(
             f"{settings.evaluate} on {settings.data.dataset}: top-1 {top1_percent:.2f} %, loss {loss:.4f} "
