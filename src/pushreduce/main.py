@@ -82,8 +82,11 @@ def _run(settings: Settings, communicator: Communicator, stop_signal: Callable[[
         ended = loop.run()
     except CheckpointError as error:
         raise BadInputError(str(error)) from error
+    num_skipped = sum(communicator.allgather(workload.num_skipped))
     if communicator.rank == 0:
-        console.conclude(settings, communicator, loop, environment[0], ended=ended)
+        console.conclude(
+            settings, communicator, loop, environment[0], num_skipped=num_skipped, ended=ended
+        )
     return 0 if ended else 128 + (stop_signal() or signal.SIGTERM)
 
 
