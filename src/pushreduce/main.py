@@ -83,8 +83,9 @@ def _run(settings: Settings, communicator: Communicator, stop_signal: Callable[[
         ended = loop.run()
     except CheckpointError as error:
         raise BadInputError(str(error)) from error
+    num_skipped = sum(communicator.allgather(workload.num_skipped))
     if communicator.rank == 0:
-        console.conclude(settings, communicator, loop, environment[0], ended=ended)
+        console.conclude(settings, communicator, loop, environment[0], num_skipped=num_skipped, ended=ended)
     return 0 if ended else 128 + (stop_signal() or signal.SIGTERM)
 
 
@@ -115,7 +116,10 @@ def _evaluate_file(
     from pushreduce.training.evaluate import load_model, score_together
 
     model = _on_all_ranks(communicator, lambda: load_model(settings, workload, device))
-    loss, top1_percent = score_together(model, workload, communicator)
+    try:
+        loss, top1_percent = score_together(model, workload, communicator)
+    except ValueError as error:
+        raise BadInputError(str(error)) from error
     if communicator.rank == 0:
         print(
             f"{settings.evaluate} on {settings.data.dataset}: top-1 {top1_percent:.2f} %, loss {loss:.4f} "

@@ -6,6 +6,7 @@ Horovod's own `synchronize` sleeps inside C++, where Python's signal handlers ca
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 import time
@@ -88,6 +89,7 @@ class HorovodMPI(Communicator):
     def abort(self, message: str, exit_code: int = 1) -> None:
         print(message, file=sys.stderr, flush=True)
         MPI.COMM_WORLD.Abort(exit_code)
+        os._exit(exit_code)  # MPICH's Abort returns, and leaves the end to the launcher
 
     def _complete(self, request: MPI.Request) -> None:
         self.wait_until(request.Test)

@@ -84,9 +84,15 @@ def conclude(
     loop: TrainingLoop,
     environment: dict[str, Any],
     *,
+    num_skipped: int,
     ended: bool,
 ) -> None:
-    """Summary, curves and what to do next. On rank 0."""
+    """Summary, curves and what to do next. On rank 0.
+
+    Args:
+        num_skipped: corrupt files that all ranks have skipped since this process started.
+        ended: whether the run reached its end.
+    """
     directory = loop.run_directory
     summary = summarise(
         read_records(directory.metrics(0)),
@@ -97,10 +103,13 @@ def conclude(
         num_ranks=communicator.size,
         num_workers=communicator.size,
         seed=settings.seed,
+        num_skipped_files=num_skipped,
         commit=environment["commit"],
     )
+    if num_skipped:
+        logger.warning("skipped %d corrupt image files", num_skipped)
     assert loop.view is not None
-    loop.view.close(summary)
+    loop.view.close({name: value for name, value in summary.items() if isinstance(value, float)})
     if not ended:
         logger.info(
             "stopped before the end; the checkpoint is complete. To go on:\n  %s", resume_command(loop)
@@ -118,7 +127,6 @@ def conclude(
 def resume_command(loop: TrainingLoop) -> str:
     """The command that goes on with the run from its newest checkpoint."""
     launcher = f"mpirun -np {loop.communicator.size} " if loop.communicator.size > 1 else ""
-    options = f"--run-dir {shlex.quote(str(loop.run_directory.path))} --resume"
-    if loop.settings.trace:
-        options += " --no-trace"
-    return f"{launcher}python {shlex.quote(sys.argv[0])} {options}"
+    run_directory = shlex.quote(str(loop.run_directory.path))
+    trace = " --no-trace" if loop.settings.trace else ""  # a trace cannot go on
+    return f"{launcher}python {shlex.quote(sys.argv[0])} --run-dir {run_directory} --resume{trace}"

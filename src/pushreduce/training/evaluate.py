@@ -18,6 +18,7 @@ from pushreduce.algorithms import Algorithm
 from pushreduce.algorithms.buffers import average_buffers
 from pushreduce.communication.base import Communicator
 from pushreduce.settings import Settings
+from pushreduce.training.agreement import agree
 from pushreduce.workloads.base import Workload
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -64,8 +65,12 @@ def evaluate(algorithm: Algorithm, workload: Workload, own: OwnModel, *, batch_n
 
 
 def score_together(model: nn.Module, workload: Workload, communicator: Communicator) -> tuple[float, float]:
-    """(loss, top-1 in percent) of a model that all ranks hold, on the whole validation set. Collective."""
-    gathered = communicator.allgather(score(model, workload))
+    """(loss, top-1 in percent) of a model that all ranks hold, on the whole validation set. Collective.
+
+    Raises:
+        ValueError: on all ranks alike, a validation sample cannot be read.
+    """
+    gathered = agree(communicator, lambda: score(model, workload))
     loss_sum, num_correct, num_samples = (
         sum(sums[name] for sums in gathered) for name in ("loss_sum", "num_correct", "num_samples")
     )
@@ -74,7 +79,11 @@ def score_together(model: nn.Module, workload: Workload, communicator: Communica
 
 @torch.no_grad()
 def score(model: nn.Module, workload: Workload) -> dict[str, float]:
-    """Sums of loss and correct answers over this rank's part of the validation set."""
+    """Sums of loss and correct answers over this rank's part of the validation set.
+
+    Raises:
+        ValueError: a sample cannot be read.
+    """
     was_training = model.training
     model.eval()
     like = next(model.parameters())

@@ -129,11 +129,7 @@ class TrainingLoop:
                         self._step()
                         if self.stop_signal() is not None:
                             self.algorithm.request_stop()
-                own = (
-                    OwnModel(self.algorithm, self.workload)
-                    if "evaluate" in self.milestones.next_actions
-                    else None
-                )
+                own = self._own_model() if "evaluate" in self.milestones.next_actions else None
                 with self._on_the_clock():
                     self.algorithm.finish()
                 if progress.stop_requested:
@@ -203,6 +199,12 @@ class TrainingLoop:
         try:
             return next(self.batches).to(self.device, self.dtype)
         except ValueError as error:  # an unreadable file, met by this rank alone
+            self._abort(str(error))
+
+    def _own_model(self) -> OwnModel:
+        try:
+            return OwnModel(self.algorithm, self.workload)
+        except ValueError as error:  # likewise, among the validation files
             self._abort(str(error))
 
     def _abort(self, message: str) -> NoReturn:

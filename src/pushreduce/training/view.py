@@ -41,9 +41,13 @@ class RunView:
             *(record[name] for name in ("epoch", "top1_percent", "validation_loss", "consensus_distance")),
         )
         self._tensorboard.evaluation(record)
+        batch = next(workload.validation_batches(), None)
+        if batch is None:  # all of this rank's validation images are corrupt, and skipped
+            return
+        like = next(model.parameters())
         model.eval()
         described = workload.describe_predictions(
-            model, next(workload.validation_batches()), _NUM_SAMPLE_IMAGES
+            model, batch.to(like.device, like.dtype), _NUM_SAMPLE_IMAGES
         )
         if described is not None:
             images, captions = described
