@@ -54,7 +54,7 @@ def _run(settings: Settings, communicator: Communicator, stop_signal: Callable[[
     from pushreduce.training.run_directory import RunDirectory
     from pushreduce.training.view import RunView
 
-    device = _on_all_ranks(communicator, lambda: _device(settings, communicator))
+    device = _device(settings, communicator)
     workload = _on_all_ranks(communicator, lambda: _workload(settings, communicator))
     if settings.evaluate is not None:
         _evaluate_file(settings, communicator, workload, device)
@@ -96,15 +96,16 @@ def _workload(settings: Settings, communicator: Communicator) -> Workload:
 
 
 def _device(settings: Settings, communicator: Communicator) -> torch.device:
+    """The GPU of the local rank, or the CPU: the same kind on all ranks, since they average with each other."""
     import torch
 
-    num_devices = torch.cuda.device_count()
-    if settings.training.device == "cuda" and num_devices <= communicator.local_rank:
-        raise ValueError(
-            f"--device cuda: local rank {communicator.local_rank} finds {num_devices} GPUs on its host: "
-            "start at most one rank a GPU, or use --device cpu"
+    has_gpu = torch.cuda.device_count() > communicator.local_rank
+    without_gpu = [rank for rank, has_one in enumerate(communicator.allgather(has_gpu)) if not has_one]
+    if settings.training.device == "cuda" and without_gpu:
+        raise BadInputError(
+            f"--device cuda: no GPU for rank {without_gpu[0]}: start at most one rank a GPU, or use --device cpu"
         )
-    if settings.training.device == "cpu" or num_devices <= communicator.local_rank:
+    if settings.training.device == "cpu" or without_gpu:
         return torch.device("cpu")
     torch.cuda.set_device(communicator.local_rank)
     return torch.device("cuda", communicator.local_rank)

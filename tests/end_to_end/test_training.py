@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -81,7 +82,7 @@ def test_ranks_records_agree_with_each_other_and_with_the_end(trained):
     by_rank = [steps(directory, rank) for rank in range(num_ranks)]
     for records in by_rank:
         assert [record["step"] for record in records] == list(range(1, len(records) + 1))
-        assert all(a["samples"] <= b["samples"] for a, b in zip(records, records[1:], strict=False))
+        assert all(a["samples"] <= b["samples"] for a, b in itertools.pairwise(records))
     samples = sum(record["num_samples"] for records in by_rank for record in records)
     final = [list(read_records(directory / f"metrics.rank{rank}.jsonl"))[-1] for rank in range(num_ranks)]
     assert {record["kind"] for record in final} == {"evaluation"}
