@@ -12,6 +12,10 @@ import pytest
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     own = [item for item in items if here in item.path.parents]
-    if own and shutil.which("mpirun", path=str(Path(sys.executable).parent)) is None and not shutil.which("mpirun"):
+    if (
+        own
+        and shutil.which("mpirun", path=str(Path(sys.executable).parent)) is None
+        and not shutil.which("mpirun")
+    ):
         for item in own:
             item.add_marker(pytest.mark.skip(reason="no mpirun: run scripts/setup.sh"))
