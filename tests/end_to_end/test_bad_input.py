@@ -80,7 +80,18 @@ def test_gpu_where_there_is_none(num_ranks, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-IMAGES = "--dataset imagefolder --data-dir images --image-size 16 --epochs 1 --run-dir run".split()
+IMAGES = [
+    "--dataset",
+    "imagefolder",
+    "--data-dir",
+    "images",
+    "--image-size",
+    "16",
+    "--epochs",
+    "1",
+    "--run-dir",
+    "run",
+]
 
 
 @pytest.mark.parametrize(("num_ranks", "damaged"), [(1, "train/dark/003.png"), (2, "val/bright/001.png")])
@@ -96,7 +107,7 @@ def test_corrupt_image_is_named_or_skipped_and_counted(num_ranks, damaged, tmp_p
     assert '"num_skipped_files": 1' in (tmp_path / "run" / "summary.json").read_text()
 
 
-SHORT = "--epochs 1 --checkpoint-every-epochs 1 --run-dir run".split()
+SHORT = ["--epochs", "1", "--checkpoint-every-epochs", "1", "--run-dir", "run"]
 
 
 @pytest.fixture(scope="module")

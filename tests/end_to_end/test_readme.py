@@ -99,8 +99,11 @@ def test_files_and_options_that_the_readme_names_exist():
         assert option in known, option
 
 
-def test_tables_are_those_of_the_experiments():
-    tables = re.findall(r"<!-- table: (\S+) -->\n(.*?)<!-- end of table -->", README, flags=re.DOTALL)
-    assert tables
-    for source, table in tables:
-        assert table == (ROOT / source).read_text(), f"copy {source} into README.md"
+@pytest.mark.parametrize(
+    "readme", [ROOT / "README.md", *ROOT.glob("experiments/*/README.md")], ids=lambda p: p.parent.name
+)
+def test_tables_are_those_of_the_experiments(readme: Path):
+    for source, table in re.findall(
+        r"<!-- table: (\S+) -->\n(.*?)<!-- end of table -->", readme.read_text(), flags=re.DOTALL
+    ):
+        assert table == (readme.parent / source).read_text(), f"copy {source} into {readme}"

@@ -22,6 +22,7 @@ import os, signal, sys, threading, time
 from pushreduce.communication import startup
 def say(text): os.write(1, (text + "\\n").encode())
 """
+LAUNCH = str(Path(__file__).parents[2] / "scripts/launch")
 LAUNCHERS = re.compile(r"(OMPI|PMI|PMIX|PRTE|MPI_LOCAL|HYDI|SLURM)")
 
 
@@ -150,7 +151,17 @@ MPI.COMM_WORLD.recv()
     assert "in fail" in output
 
 
-def test_signals_to_the_launcher_set_the_flag_on_every_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "sent", "seen"),
+    [
+        (ranks(2), signal.SIGUSR1, {signal.SIGUSR1}),
+        ((sys.executable, LAUNCH, "-np", "2"), signal.SIGTERM, {signal.SIGTERM, signal.SIGUSR1}),
+        ((sys.executable, LAUNCH, "-np", "2"), signal.SIGINT, {signal.SIGINT, signal.SIGUSR1}),
+    ],
+)
+def test_a_signal_to_the_launcher_lets_every_rank_save(
+    tmp_path: Path, launcher: tuple[str, ...], sent: signal.Signals, seen: set[signal.Signals]
+) -> None:
     with started(
         tmp_path,
         """
@@ -165,16 +176,18 @@ say(f"rank {rank} saves after signal {read()}.")
 startup.shut_down()
 sys.exit(128 + read())
 """,
-        *ranks(2),
+        *launcher,
     ) as job:
         assert job.stdout is not None
         for line in job.stdout:
             if "ready" in line:
                 break
-        job.send_signal(signal.SIGTERM)
+        job.send_signal(sent)
         output, _ = job.communicate(timeout=120)
-    assert output.count(f"saves after signal {int(signal.SIGTERM)}.") == 2, output
-    assert job.returncode == 128 + signal.SIGTERM, output
+    numbers = re.findall(r"rank \d saves after signal (\d+)\.", output)
+    assert len(numbers) == 2, output
+    assert {int(number) for number in numbers} <= seen
+    assert job.returncode == 128 + int(numbers[0]), output
 
 
 def test_a_second_interrupt_aborts(tmp_path: Path) -> None:

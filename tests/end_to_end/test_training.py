@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,18 @@ from pushreduce import settings_file
 from pushreduce.settings import Settings
 from pushreduce.training.metrics import read_records
 
-SUMMARY_FIELDS = (
-    "algorithm num_ranks num_workers top1_percent iteration_ms_median compute_ms_median blocked_ms_median "
-    "images_per_second consensus_distance wall_seconds"
-).split()
+SUMMARY_FIELDS = [
+    "algorithm",
+    "num_ranks",
+    "num_workers",
+    "top1_percent",
+    "iteration_ms_median",
+    "compute_ms_median",
+    "blocked_ms_median",
+    "images_per_second",
+    "consensus_distance",
+    "wall_seconds",
+]
 NUM_TRAIN, NUM_VALIDATION = 1433, 364
 
 COMMON = [
@@ -97,7 +106,7 @@ def test_ranks_records_agree_with_each_other_and_with_the_end(trained):
     by_rank = [steps(directory, rank) for rank in range(num_ranks)]
     for records in by_rank:
         assert [record["step"] for record in records] == list(range(1, len(records) + 1))
-        assert all(a["samples"] <= b["samples"] for a, b in zip(records, records[1:], strict=False))
+        assert all(a["samples"] <= b["samples"] for a, b in pairwise(records))
     samples = sum(record["num_samples"] for records in by_rank for record in records)
     final = [list(read_records(directory / f"metrics.rank{rank}.jsonl"))[-1] for rank in range(num_ranks)]
     assert {record["kind"] for record in final} == {"evaluation"}
