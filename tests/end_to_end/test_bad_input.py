@@ -26,7 +26,7 @@ SETTINGS = {
     "out-of-range": ("--epochs -1", ["--epochs"]),
     "contradictory": ("--algorithm allreduce --tau-max 5", ["--tau-max", "lasgd"]),
     "not-yet": ("--worker host", ["--worker process"]),
-    "bad-yaml": ("--settings bad.yaml", ["bad.yaml", "line 2"]),
+    "bad-yaml": ("--settings bad.yaml", ["bad.yaml, line"]),
     "unknown-in-yaml": ("--settings unknown.yaml", ["unknown.yaml", "lasgd.tau_max"]),
     "resume-nowhere": ("--resume", ["--run-dir"]),
     "resume-nothing": ("--resume --run-dir nothing", ["nothing", "holds no run"]),
