@@ -91,6 +91,9 @@ class Job:
                 found.setdefault(int(rank), process)
         return found
 
+    def terminate_launcher(self) -> None:
+        self._process.terminate()
+
     def kill(self) -> None:
         """Ends the launcher, its helpers and all ranks. MPICH's helpers leave the launcher's process group."""
         doomed = self._descendants()

@@ -14,9 +14,6 @@ from PIL import Image
 
 from pushreduce.training.metrics import read_records
 
-TINY = ["--schedule", "constant", "--batch-size-per-rank", "16"]
-"""Digits in steps of some milliseconds."""
-
 
 def steps(run: Path, rank: int = 0) -> list[dict[str, Any]]:
     """The records of a rank's steps."""

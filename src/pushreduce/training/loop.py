@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -138,6 +138,11 @@ class TrainingLoop:
                 self._act_on_milestone(own)
             self._save_final_model()
             return True
+        except OSError as error:  # a full disk or an unreadable file, met by this rank alone
+            self._abort(
+                f"{error.filename or self.run_directory.path}: {error.strerror or error}; put that right, "
+                f"then add --resume (newest checkpoint: {self.newest_checkpoint or 'none'})"
+            )
         finally:
             self.record.close()
             if self.trace:
@@ -209,7 +214,8 @@ class TrainingLoop:
 
     def _abort(self, message: str) -> NoReturn:
         """Ends all ranks for a reason that this one alone knows; what is on disk stays as it is."""
-        self.record.close()
+        with suppress(OSError):  # where the disk is full, the reason to tell is already known
+            self.record.close()
         self.communicator.abort(f"error: rank {self.communicator.rank}: {message}", exit_code=2)
         raise AssertionError("abort() does not return")
 
