@@ -68,11 +68,10 @@ def build_loop(
     after_step: Callable[[], int | None],
 ) -> TrainingLoop:
     """The program's own loop on the small CNN, with record, progress bar and TensorBoard; ends when told to."""
+    name = communicator.allgather(f"run-{algorithm}-{os.getpid()}")[0]
     settings = Settings(
         algorithm=algorithm,  # type: ignore[arg-type]
-        run_dir=str(directory / f"run-{algorithm}-{batch_size}-{communicator.size}-{os.getpid()}")
-        if communicator.size == 1
-        else str(directory / f"run-{algorithm}-{batch_size}-{communicator.size}"),
+        run_dir=str(directory / name),
         data=DataSettings(dataset="fashion-mnist", data_dir=str(directory), batch_size_per_rank=batch_size),
         optimizer=OPTIMIZER,
         training=TrainingSettings(epochs=1e6, evaluate_every_epochs=1e6, checkpoint_every_epochs=1e6),
@@ -133,4 +132,8 @@ class BareLoop:
             loss = functional.cross_entropy(self.model(inputs), targets)
             self.optimizer.zero_grad()
             loss.backward()
-            self.optimizer.step()
+            self.update()
+
+    def update(self) -> None:
+        """What follows `backward()`."""
+        self.optimizer.step()
