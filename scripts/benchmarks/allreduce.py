@@ -1,6 +1,6 @@
 """Several ranks: images per second of SGD-AR over those of Horovod's DistributedOptimizer and of PyTorch DDP.
 
-    mpirun -np 2 python scripts/benchmarks/allreduce.py --directory DIR --model cnn --batch-size 32 --pairs 20 --steps 20
+    mpirun -np 2 python scripts/benchmarks/allreduce.py --directory DIR --model cnn --batch-size 32 --pairs 20
 
 The three train the same model on the same batches in the same loop, in turn, in the same processes; only the averaging
 of gradients differs. A block of steps lasts from a barrier to a barrier. DDP averages over gloo (TCP), the other two
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import horovod.torch as hvd
 import pairs
 import torch
 import torch.distributed as dist
@@ -41,6 +40,8 @@ class HorovodLoop(workbench.BareLoop):
     """The bare loop around Horovod's optimizer."""
 
     def __init__(self, model_name: str, batch_size: int) -> None:
+        import horovod.torch as hvd
+
         super().__init__(model_name, batch_size, NUM_IMAGES)
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
         self.optimizer = hvd.DistributedOptimizer(

@@ -13,7 +13,6 @@ import gc
 import json
 from pathlib import Path
 
-import horovod.torch as hvd
 import torch
 import workbench
 from piece import parse_arguments
@@ -45,9 +44,11 @@ def main() -> None:
     """Measures and prints a line of JSON."""
     arguments = parse_arguments(__doc__)
     communicator = workbench.start()
-    workload = WideWorkload(DataSettings(batch_size_per_rank=8), seed=0, rank=communicator.rank, size=communicator.size)
+    workload = WideWorkload(
+        DataSettings(batch_size_per_rank=8), seed=0, rank=communicator.rank, size=communicator.size
+    )
     warm_up_libraries(workload)
-    communicator.average(torch.zeros(4), "first")
+    communicator.average(torch.zeros(8 << 20), "first")
     communicator.barrier()
     before = resident_bytes("VmRSS")
     model = workload.build_model()
@@ -58,6 +59,8 @@ def main() -> None:
     elif arguments.algorithm == "allreduce":
         algorithm = AllReduceSGD(model, optimizer, communicator)
     elif arguments.algorithm == "horovod":
+        import horovod.torch as hvd
+
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     else:
         assert arguments.algorithm == "bare"

@@ -43,13 +43,17 @@ def main() -> None:
         start = time.perf_counter()
         step(num_samples)
         seconds = time.perf_counter() - start
-        accounted = stats.local_update_seconds + stats.communication_seconds + stats.blocked_seconds - accounted
+        accounted = (
+            stats.local_update_seconds + stats.communication_seconds + stats.blocked_seconds - accounted
+        )
         in_step.append((seconds, accounted))
 
     loop.algorithm.step = timed_step  # type: ignore[method-assign]
     workbench.run_to_stop(loop)
     if communicator.rank == 0:
-        report_shares(arguments, communicator.size, list(read_records(loop.run_directory.metrics(0))), in_step, ends)
+        report_shares(
+            arguments, communicator.size, list(read_records(loop.run_directory.metrics(0))), in_step, ends
+        )
     startup.shut_down()
 
 

@@ -84,7 +84,11 @@ class Alternation:
     ) -> None:
         assert num_pairs % 2 == 0, "every A B needs its B A"
         self._other, self._clock = other, clock
-        self._num_pairs, self._steps_per_block, self._warm_up_steps = num_pairs, steps_per_block, warm_up_steps
+        self._num_pairs, self._steps_per_block, self._warm_up_steps = (
+            num_pairs,
+            steps_per_block,
+            warm_up_steps,
+        )
         self._steps_left = warm_up_steps
         self._block = Stopwatch()
         self._warm = False

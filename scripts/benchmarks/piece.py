@@ -11,7 +11,9 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--directory", type=Path, required=True, help="where the data is, for temporary files")
+    parser.add_argument(
+        "--directory", type=Path, required=True, help="where the data is, for temporary files"
+    )
     parser.add_argument("--algorithm", default="lasgd")
     parser.add_argument("--model", default="cnn")
     parser.add_argument("--batch-size", type=int, default=32, help="samples a rank")

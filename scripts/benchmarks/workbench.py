@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from pushreduce.communication import startup
-from pushreduce.communication.horovod_mpi import HorovodMPI
+from pushreduce.communication.base import Communicator
 from pushreduce.settings import DataSettings, OptimizerSettings, Settings, TrainingSettings
 from pushreduce.training.loop import TrainingLoop
 from pushreduce.training.run_directory import RunDirectory
@@ -40,10 +40,13 @@ def write_data(directory: Path) -> None:
             (directory / f"{prefix}-{name}-ubyte").write_bytes(header + array.tobytes())
 
 
-def start() -> HorovodMPI:
+def start() -> Communicator:
     """This rank's communicator."""
     startup.install_exception_hook()
     startup.start(quiet=True)
+    # Imported no earlier: it imports mpi4py.MPI, which would start MPI without the settings that `start` makes.
+    from pushreduce.communication.horovod_mpi import HorovodMPI
+
     return HorovodMPI()
 
 
@@ -51,7 +54,7 @@ class _Terminal:
     """A stream that passes for a terminal, so that the progress bar is drawn as for a user who watches it."""
 
     def __init__(self) -> None:
-        self._file: TextIO = open(os.devnull, "w")
+        self._file: TextIO = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
 
     def isatty(self) -> bool:
         return True
@@ -64,7 +67,7 @@ def build_loop(
     algorithm: str,
     batch_size: int,
     directory: Path,
-    communicator: HorovodMPI,
+    communicator: Communicator,
     after_step: Callable[[], int | None],
 ) -> TrainingLoop:
     """The program's own loop on the small CNN, with record, progress bar and TensorBoard; ends when told to."""
@@ -76,9 +79,7 @@ def build_loop(
         optimizer=OPTIMIZER,
         training=TrainingSettings(epochs=1e6, evaluate_every_epochs=1e6, checkpoint_every_epochs=1e6),
     )
-    workload: Workload = build_workload(
-        settings.data, seed=0, rank=communicator.rank, size=communicator.size
-    )
+    workload: Workload = build_workload(settings.data, seed=0, rank=communicator.rank, size=communicator.size)
     run_directory = RunDirectory.create(settings, communicator)
     loop = TrainingLoop(settings, communicator, workload, run_directory, torch.device("cpu"), after_step)
     if communicator.rank == 0:
