@@ -12,6 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+_PIECE_ELEMENTS = 1 << 20
+
 
 class FlatParameters:
     """Moves parameters into flat buffers, one a dtype, and makes the parameters views of them.
@@ -67,7 +69,8 @@ class FlatParameters:
         square = 0.0
         for buffer, part in self._parts(payload):
             part.sub_(buffer)
-            square += float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2
+            for piece in part.split(_PIECE_ELEMENTS):  # torch makes a float64 copy of what it sums
+                square += float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2
         return square
 
     def _parts(self, payload: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:

@@ -19,7 +19,8 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from mpi4py import MPI
 
-from pushreduce.communication.base import Clock, Communicator
+from pushreduce.communication.base import Clock, Communicator, Handle
+from pushreduce.communication.mpi_settings import SEGMENT_BYTES
 
 _SHORTEST_PAUSE_SECONDS = 20e-6
 _LONGEST_PAUSE_SECONDS = 1e-3  # Horovod's own cycle: looking more often finds nothing new
@@ -45,9 +46,9 @@ class HorovodMPI(Communicator):
         self.clock: Clock = WallClock()
         self._outstanding: set[str] = set()
 
-    def average_async(
-        self, buffer: torch.Tensor, name: str, *, out: torch.Tensor | None = None
-    ) -> HorovodHandle:
+    def average_async(self, buffer: torch.Tensor, name: str, *, out: torch.Tensor | None = None) -> Handle:
+        if self.size == 1:  # Horovod would wait for its next cycle, a millisecond, to copy it
+            return MeanOfOne(buffer.clone() if out is None else out.copy_(buffer))
         # Horovod 0.28 has no bfloat16, and sums float16 in float16.
         narrow = buffer.dtype in (torch.bfloat16, torch.float16)
         if narrow or out is None:
@@ -58,16 +59,20 @@ class HorovodMPI(Communicator):
             work.copy_(buffer)
         result = work if not narrow else (torch.empty_like(buffer) if out is None else out)
         self._claim(name)
-        return HorovodHandle(
-            self, name, hvd.allreduce_async_(_linear(work), name=name, op=hvd.Average), work, result
-        )
+        # In segments, since MPI takes as much memory again as half of a message, or all of it.
+        segments = _linear(work).split(SEGMENT_BYTES // work.element_size())
+        handles = [
+            hvd.allreduce_async_(segment, name=f"{name}.{index}", op=hvd.Average)
+            for index, segment in enumerate(segments)
+        ]
+        return HorovodHandle(self, name, handles, work, result)
 
     def broadcast(self, buffer: torch.Tensor, name: str, root: int = 0) -> None:
         if buffer.numel() == 0:
             return
         self._claim(name)
         as_bytes = _linear(buffer).view(torch.uint8)  # any dtype, bit for bit
-        HorovodHandle(self, name, hvd.broadcast_async_(as_bytes, root, name=name), buffer, buffer).wait()
+        HorovodHandle(self, name, [hvd.broadcast_async_(as_bytes, root, name=name)], buffer, buffer).wait()
 
     def allgather(self, value: Any) -> list[Any]:
         data = np.frombuffer(pickle.dumps(value), np.uint8)
@@ -104,20 +109,26 @@ class HorovodHandle:
     """A Horovod operation under way on `work`; `result` is what the caller gets."""
 
     def __init__(
-        self, communicator: HorovodMPI, name: str, handle: int, work: torch.Tensor, result: torch.Tensor
+        self,
+        communicator: HorovodMPI,
+        name: str,
+        handles: list[int],
+        work: torch.Tensor,
+        result: torch.Tensor,
     ) -> None:
-        self._communicator, self._name, self._handle = communicator, name, handle
+        self._communicator, self._name, self._handles = communicator, name, handles
         self._work, self._result = work, result
         self._complete = False
 
     def done(self) -> bool:
-        return self._complete or hvd.poll(self._handle)
+        return self._complete or all(map(hvd.poll, self._handles))
 
     def wait(self) -> torch.Tensor:
         if not self._complete:
             self._communicator.wait_until(self.done)
             try:
-                hvd.synchronize(self._handle)
+                for handle in self._handles:
+                    hvd.synchronize(handle)
             except HorovodInternalError as error:
                 raise RuntimeError(
                     f"'{self._name}' failed on rank {self._communicator.rank}, since another rank ended or failed: "
@@ -128,6 +139,19 @@ class HorovodHandle:
             if self._result is not self._work:
                 self._result.copy_(self._work)
         return self._result
+
+
+class MeanOfOne:
+    """The handle where one rank is all: complete from the beginning."""
+
+    def __init__(self, mean: torch.Tensor) -> None:
+        self._mean = mean
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> torch.Tensor:
+        return self._mean
 
 
 def _linear(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,9 @@ from typing import Any
 RING_THRESHOLD_BYTES = 256 * 1024
 """All-reduces between hosts from this size on go round a ring; below, its 2 (n - 1) latencies cost more."""
 
+SEGMENT_BYTES = 16 * 1024 * 1024
+"""Longer averages are sent in segments of this size, so that what MPI allocates for a message stays small."""
+
 STALL_SHUTDOWN_SECONDS = 600
 """A collective that some ranks have not entered for so long ends the job instead of hanging for ever."""
 
@@ -86,6 +89,8 @@ def before_mpi(
     wanted: dict[str, str] = {
         "HOROVOD_CONTROLLER": "mpi",
         "HOROVOD_CPU_OPERATIONS": "MPI",
+        # Else Horovod would put the segments together again, in a buffer of its own.
+        "HOROVOD_FUSION_THRESHOLD": str(SEGMENT_BYTES),
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(STALL_SHUTDOWN_SECONDS),
     }
     if launch.num_local_ranks > num_cores:

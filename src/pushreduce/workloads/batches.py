@@ -65,6 +65,8 @@ class SampleStream:
         self._seed = seed
         self._rank = rank
         self._order = (-1, np.empty(0, dtype=np.int64))
+        self._generator_position = -1  # none yet
+        self._generator = np.random.Philox()
 
     def request(self, position: int, batch_size: int) -> Request:
         """The samples at `batch_size` consecutive positions, which may belong to several passes."""
@@ -74,10 +76,14 @@ class SampleStream:
             pass_number, offset = divmod(start, self._num_samples)
             rows.append(self._order_of(pass_number)[offset : offset + end - start])
             start += len(rows[-1])
-        generator = np.random.Philox(np.random.SeedSequence([self._seed, self._rank, _AUGMENTATION]))
-        generator.advance(position)
-        words = generator.random_raw(batch_size * WORDS_PER_SAMPLE).reshape(batch_size, WORDS_PER_SAMPLE)
-        return Request(np.concatenate(rows), words)
+        if self._generator_position != position:  # making one takes longer than all its numbers for a batch
+            self._generator = np.random.Philox(
+                np.random.SeedSequence([self._seed, self._rank, _AUGMENTATION])
+            )
+            self._generator.advance(position)
+        words = self._generator.random_raw(batch_size * WORDS_PER_SAMPLE)
+        self._generator_position = end
+        return Request(np.concatenate(rows), words.reshape(batch_size, WORDS_PER_SAMPLE))
 
     def _order_of(self, pass_number: int) -> np.ndarray:
         if self._order[0] != pass_number:

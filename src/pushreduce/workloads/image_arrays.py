@@ -70,7 +70,7 @@ class ImageArrays(ImageSplit):
         images = self._images[torch.from_numpy(request.rows)]
         if self._crop_padding is not None and request.words is not None:
             images = crop_and_flip(images, self._crop_padding, request.words)
-        inputs = self._normalisation.apply(images.float() / self._white)
+        inputs = self._normalisation.apply(images.float().div_(self._white))
         return Loaded(Batch(inputs, torch.from_numpy(self.labels[request.rows])))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ class Normalisation:
 
     def apply(self, images: Tensor) -> Tensor:
         """New float32 images [N, C, H, W]."""
-        return (images - _by_channel(self.mean)) / _by_channel(self.std)
+        return (images - _by_channel(self.mean)).div_(_by_channel(self.std))
 
     def undo(self, images: Tensor) -> Tensor:
         """New float32 images [N, C, H, W] with pixels in 0..1, up to rounding."""
@@ -55,5 +56,6 @@ class ImageDataset:
     normalisation: Normalisation
 
 
+@cache
 def _by_channel(values: tuple[float, ...]) -> Tensor:
     return torch.tensor(values, dtype=torch.float32)[:, None, None]
