@@ -90,7 +90,7 @@ class _Rank:
                 self.num_steps += 1
             self.last = record
         self.num_warm_up_steps = min(MAX_WARM_UP_STEPS, int(_WARM_UP_SHARE * self.num_steps))
-        iterations = (
+        iterations: np.ndarray = (
             np.frombuffer(rows).reshape(-1, 3 + len(PHASES)) if rows else np.empty((0, 3 + len(PHASES)))
         )
         iterations = iterations[iterations[:, 0] >= self.num_warm_up_steps]

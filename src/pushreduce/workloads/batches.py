@@ -64,7 +64,7 @@ class SampleStream:
         self._num_samples = num_samples
         self._seed = seed
         self._rank = rank
-        self._order = (-1, np.empty(0, dtype=np.int64))
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
         self._generator_position = -1  # none yet
         self._generator = np.random.Philox()
 
