@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -107,7 +106,6 @@ def test_ranks_records_agree_with_each_other_and_with_the_end(trained):
     by_rank = [steps(directory, rank) for rank in range(num_ranks)]
     for records in by_rank:
         assert [record["step"] for record in records] == list(range(1, len(records) + 1))
-        assert all(a["samples"] <= b["samples"] for a, b in pairwise(records))
     samples = sum(record["num_samples"] for records in by_rank for record in records)
     final = [list(read_records(directory / f"metrics.rank{rank}.jsonl"))[-1] for rank in range(num_ranks)]
     assert {record["kind"] for record in final} == {"evaluation"}
