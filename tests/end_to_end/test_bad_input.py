@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import ROOT, TRAIN, Finished, launched, run, run_command
+from launch import ROOT, Finished, launched, run, run_command
 from run_files import all_files, checkpoints, make_image_folder, model, steps
 
 
@@ -156,14 +156,26 @@ def test_diverging_run_stops_and_goes_on_from_its_last_good_checkpoint(finished_
     assert all(record["loss"] is not None for record in steps(tmp_path / "run"))
 
 
+LIMITED = """
+import resource
+from pushreduce.communication import startup
+from pushreduce.main import main
+startup.start()  # MPI's own shared memory is not to be limited
+resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
+main()
+"""
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_full_disk_leaves_the_earlier_checkpoint(finished_run, num_ranks, tmp_path):
-    """A limit on the size of files (blocks of 512 or 1024 bytes) stands for the full disk: states are larger."""
+    """A limit on the size of files stands for the full disk: a checkpoint's are larger, all others smaller."""
     shutil.copytree(finished_run, tmp_path / "run")
     before = all_files(tmp_path / "run" / "checkpoints"), model(tmp_path / "run")
     goes_on = [*SHORT, "--resume", "--epochs", "2"]
-    limited = ["sh", "-c", 'ulimit -f 600; exec python "$@"', "sh", str(TRAIN), *goes_on]
-    assert_refused(run_command(launched(num_ranks, limited), cwd=tmp_path), "cannot save", "--resume")
+    (tmp_path / "limited.py").write_text(LIMITED)
+    limited = launched(num_ranks, ["python", "limited.py", *goes_on])
+    environment = {"PYTHONPATH": str(ROOT / "src")}
+    assert_refused(run_command(limited, cwd=tmp_path, env=environment), "cannot save", "--resume")
     assert all_files(tmp_path / "run" / "checkpoints") == before[0]
     assert all(torch.equal(value, before[1][name]) for name, value in model(tmp_path / "run").items())
     finished = run(num_ranks, goes_on, cwd=tmp_path)
