@@ -94,11 +94,11 @@ class TrainingLoop:
         self.model = model
         torch.manual_seed(settings.seed * 100_003 + communicator.rank + 1)  # dropout differs by rank
         self.batches = workload.train_batches()
+        batch_size = workload.batch_size_per_rank * settings.optimizer.accumulation_steps
+        self.global_batch_size = batch_size * communicator.size
         self.learning_rate = LearningRate(
             settings.optimizer,
-            global_batch_size=workload.batch_size_per_rank
-            * communicator.size
-            * settings.optimizer.accumulation_steps,
+            global_batch_size=self.global_batch_size,
             num_train_samples=workload.num_train_samples,
             epochs=settings.training.epochs,
         )
@@ -135,6 +135,8 @@ class TrainingLoop:
                 if progress.stop_requested:
                     self._save_checkpoint()
                     return False
+                if progress.samples <= self.milestones.next - self.global_batch_size:
+                    continue  # the estimate of a rank that is ahead of the others ran ahead, too
                 self._act_on_milestone(own)
             self._save_final_model()
             return True

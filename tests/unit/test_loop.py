@@ -1,0 +1,118 @@
+"""The training loop on the simulated cluster: where it ends, what it evaluates, and how it goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pushreduce.communication.simulated import SimulatedCluster
+from pushreduce.settings import DataSettings, LASGDSettings, OptimizerSettings, Settings, TrainingSettings
+from pushreduce.training.evaluate import score
+from pushreduce.training.loop import TrainingLoop, initial_model
+from pushreduce.training.metrics import read_records
+from pushreduce.training.run_directory import RunDirectory
+from pushreduce.workloads import build_workload
+
+SETTINGS = Settings(
+    data=DataSettings(dataset="synthetic", image_size=8, num_synthetic_samples=400, batch_size_per_rank=8),
+    optimizer=OptimizerSettings(base_lr=0.2),
+    training=TrainingSettings(epochs=2.0, checkpoint_every_epochs=1.0),
+)
+
+
+def train(cluster, settings, seconds_of_rank=lambda rank: 0.0, stop_after=None):
+    """Trains on every rank; (reached the end, the loop) of each."""
+
+    def body(communicator):
+        workload = build_workload(settings.data, seed=0, rank=communicator.rank, size=communicator.size)
+        model = initial_model(settings, workload)
+        run_directory = RunDirectory.create(settings, communicator)
+
+        def after_step():
+            communicator.clock.sleep(seconds_of_rank(communicator.rank))  # as if the step had taken so long
+            return 15 if loop.num_steps == stop_after else None
+
+        cpu = torch.device("cpu")
+        loop = TrainingLoop(settings, communicator, workload, model, run_directory, cpu, after_step)
+        return loop.run(), loop
+
+    return cluster.run(body)
+
+
+def with_run_dir(tmp_path: Path, **changes) -> Settings:
+    return replace(SETTINGS, run_dir=str(tmp_path / "run"), **changes)
+
+
+@pytest.mark.parametrize("tau_max", [0, 1, 8])
+@pytest.mark.parametrize("slow", [1.0, 20.0])
+def test_ends_within_a_global_batch_of_its_epochs(tmp_path, tau_max, slow):
+    """Also with a slow network and one slow rank, where the others' estimates of the samples run far ahead."""
+    cluster = SimulatedCluster(4, average_seconds=lambda *_: 0.5)
+    settings = with_run_dir(tmp_path, lasgd=LASGDSettings(tau_max=tau_max))
+    results = train(cluster, settings, lambda rank: 0.01 * (slow if rank == 3 else 1.0))
+    samples = {loop.algorithm.progress.samples for _, loop in results}
+    assert len(samples) == 1
+    assert all(ended for ended, _ in results)
+    assert samples.pop() > 800 - 32
+
+
+@pytest.mark.parametrize("algorithm", ["allreduce", "lasgd"])
+def test_evaluates_the_final_model_on_every_validation_image_once(tmp_path, algorithm):
+    settings = with_run_dir(tmp_path, algorithm=algorithm)
+    train(SimulatedCluster(3), settings)
+    run = Path(settings.run_dir)
+    last = [record for record in read_records(run / "metrics.rank0.jsonl") if record["kind"] == "evaluation"][
+        -1
+    ]
+    alone = build_workload(settings.data, seed=0, rank=0, size=1)
+    model = alone.build_model()
+    model.load_state_dict(torch.load(run / "model.pt", weights_only=True))
+    sums = score(model, alone)
+    assert sums["num_samples"] == alone.num_validation_samples == 100
+    assert last["top1_percent"] == pytest.approx(100 * sums["num_correct"] / sums["num_samples"])
+    assert last["validation_loss"] == pytest.approx(sums["loss_sum"] / sums["num_samples"], rel=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ["allreduce", "lasgd"])
+def test_a_stopped_run_goes_on_where_it_was(tmp_path, algorithm):
+    """On one simulated rank bit for bit; more ranks and real ones are in tests/end_to_end."""
+    undisturbed = with_run_dir(tmp_path / "a", algorithm=algorithm)
+    ((ended, whole),) = train(SimulatedCluster(1), undisturbed)
+    assert ended
+    stopped = with_run_dir(tmp_path / "b", algorithm=algorithm)
+    ((ended, _),) = train(SimulatedCluster(1), stopped, stop_after=37)
+    assert not ended
+    ((ended, resumed),) = train(SimulatedCluster(1), replace(stopped, resume=True))
+    assert ended
+    for (name, expected), actual in zip(
+        whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(actual, expected), name
+    losses = [
+        [
+            r["loss"]
+            for r in read_records(tmp_path / side / "run" / "metrics.rank0.jsonl")
+            if r["kind"] == "step"
+        ]
+        for side in "ab"
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_batch_norm_reestimated_scores_like_the_saved_model(tmp_path):
+    data = replace(SETTINGS.data, model="resnet18-cifar", num_synthetic_samples=64)
+    training = TrainingSettings(epochs=1.0, checkpoint_every_epochs=1.0, batch_norm="reestimate")
+    settings = with_run_dir(tmp_path, data=data, training=training)
+    train(SimulatedCluster(2), settings)
+    run = Path(settings.run_dir)
+    last = [record for record in read_records(run / "metrics.rank0.jsonl") if record["kind"] == "evaluation"][
+        -1
+    ]
+    alone = build_workload(settings.data, seed=0, rank=0, size=1)
+    model = alone.build_model()
+    model.load_state_dict(torch.load(run / "model.pt", weights_only=True))
+    sums = score(model, alone)
+    assert last["validation_loss"] == pytest.approx(sums["loss_sum"] / sums["num_samples"], rel=1e-4)
