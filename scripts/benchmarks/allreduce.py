@@ -10,6 +10,7 @@ over MPI.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -62,6 +63,8 @@ class DDPLoop(workbench.BareLoop):
 def main() -> None:
     """Measures and prints."""
     arguments = parse_arguments(__doc__)
+    for message in ("`broadcast_buffers` is deprecated", "Grad strides do not match"):  # DDP's
+        warnings.filterwarnings("ignore", message)
     communicator = workbench.start()
     rendezvous = arguments.directory / communicator.allgather(f"gloo-{os.getpid()}")[0]
     dist.init_process_group(
