@@ -37,6 +37,7 @@ class AllReduceSGD(Algorithm):
         super().__init__(model, optimizer, communicator, max_grad_norm=max_grad_norm, recorder=recorder)
         self._trainable = self.parameters.parameters
         self._averages: list[torch.Tensor | None] = [None] * len(self._trainable)
+        self._names = [f"gradient.{index}" for index in range(len(self._trainable))]
         self._handles: dict[int, Handle] = {}
         self._accumulating = False
         self._round = 0
@@ -69,8 +70,10 @@ class AllReduceSGD(Algorithm):
             raise RuntimeError(
                 "backward() ran twice before step(): wrap all but the last in `with algorithm.accumulating():`"
             )
-        with self._timed("communication_seconds"):
-            self._post(index)
+        clock = self.communicator.clock  # no context manager: this runs once a parameter and step
+        start = clock.now()
+        self._post(index)
+        self.stats.communication_seconds += clock.now() - start
 
     def _post(self, index: int) -> None:
         gradient = self._trainable[index].grad
@@ -78,7 +81,7 @@ class AllReduceSGD(Algorithm):
         average = self._averages[index]
         if average is None or average.shape != gradient.shape or average.dtype != gradient.dtype:
             self._averages[index] = average = torch.empty_like(gradient)
-        self._handles[index] = self.communicator.average_async(gradient, f"gradient.{index}", out=average)
+        self._handles[index] = self.communicator.average_async(gradient, self._names[index], out=average)
         self.stats.messages += 1
         self.stats.bytes_sent += gradient.nbytes
 

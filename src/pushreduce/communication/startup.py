@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ BAD_INPUT = 2
 
 _OTHER_MPI = "use an MPI that has it (scripts/setup.sh --mpi mpich)"
 _SETTINGS = ("HOROVOD_", "OMPI_MCA_", "PRTE_MCA_", "MPIR_CVAR_", "UCX_", "FI_", "NCCL_", "OMP_")
+_SECONDS_TO_FORWARD = 0.5
+"""Before an abort: MPICH's launcher drops what it has not yet read from a rank, such as the traceback."""
 _settings_made: dict[str, str] = {}
 
 
@@ -298,6 +301,7 @@ def _abort(message: str, code: int) -> NoReturn:
         mpi = _start_mpi()
     except StartupError:
         os._exit(code)
+    time.sleep(_SECONDS_TO_FORWARD)
     mpi.COMM_WORLD.Abort(code)
     os._exit(code)
 
