@@ -87,7 +87,7 @@ def test_ranks_out_of_data_follow_the_others_schedule(ranks):
 
     results = ranks.run(body)
     for x in results:
-        np.testing.assert_allclose(x, results[0], rtol=1e-12)
+        np.testing.assert_allclose(x, results[0], rtol=1e-12, atol=1e-14)
 
 
 def test_accumulated_gradients_equal_one_large_batch(ranks):
@@ -113,7 +113,7 @@ def test_accumulated_gradients_equal_one_large_batch(ranks):
 
     together = ranks.run(lambda c: body(c, False))
     in_parts = ranks.run(lambda c: body(c, True))
-    np.testing.assert_allclose(in_parts, together, rtol=1e-12)
+    np.testing.assert_allclose(in_parts, together, rtol=1e-12, atol=1e-14)
 
 
 class _TwoHeads(nn.Module):
@@ -147,7 +147,7 @@ def test_gradients_that_are_none_on_some_ranks(ranks):
                 assert np.array_equal(old, new)
             else:
                 gradient = weight * 2 * old.sum() * np.ones(3)
-                np.testing.assert_allclose(new, old - 0.1 * (gradient + 0.5 * old), rtol=1e-12)
+                np.testing.assert_allclose(new, old - 0.1 * (gradient + 0.5 * old), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.real

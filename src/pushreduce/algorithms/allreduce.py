@@ -78,7 +78,9 @@ class AllReduceSGD(Algorithm):
     def _post(self, index: int) -> None:
         gradient = self._trainable[index].grad
         assert gradient is not None
-        average = self._averages[index]
+        average = (
+            gradient if self.communicator.size == 1 else self._averages[index]
+        )  # of one rank: nothing to copy
         if average is None or average.shape != gradient.shape or average.dtype != gradient.dtype:
             self._averages[index] = average = torch.empty_like(gradient)
         self._handles[index] = self.communicator.average_async(gradient, self._names[index], out=average)
@@ -112,7 +114,8 @@ class AllReduceSGD(Algorithm):
             for index, parameter in enumerate(self._trainable):
                 # The gradient's memory and the average's change places. Where no rank had a gradient it stays None,
                 # since optimizers treat None (no update) and zero (momentum, weight decay) differently.
-                self._averages[index] = parameter.grad
+                if averages[index] is not parameter.grad:
+                    self._averages[index] = parameter.grad
                 parameter.grad = averages[index] if any_present[index] else None
         if num_contributing > 0:
             if num_samples == 0:

@@ -44,6 +44,9 @@ class LASGD(Algorithm):
         self.settings = settings or LASGDSettings()
         self._snapshot = self.parameters.new_payload(Tally.LENGTH)  # s
         self._mean = self.parameters.new_payload(Tally.LENGTH)  # z
+        # One worker alone is its own mean: x += z - s adds nothing, and only the tally behind the weights is sent.
+        plain = self.settings.elastic_alpha == self.settings.elastic_beta == 1.0
+        self._first = self.parameters.num_elements if communicator.size == 1 and plain else 0
         self._centre: torch.Tensor | None = None  # z_(t-1), kept where beta < 1 only
         if self.settings.elastic_beta < 1.0:
             self._centre = self.parameters.new_payload()
@@ -79,15 +82,17 @@ class LASGD(Algorithm):
         """Line 4.3: the weights go to the all-reduce, and with them what this rank has done since the last time."""
         assert self._all_reduce is None
         with self._timed("communication_seconds"):
-            self.parameters.copy_to(self._snapshot)
+            if self._first == 0:
+                self.parameters.copy_to(self._snapshot)
             tally = Tally(self.progress.own_samples, int(finishing), int(self._stop_wanted))
             tally.write_to(self._snapshot[self.parameters.num_elements :])
             self._own_samples_sent = self.progress.own_samples
-            self._all_reduce = self.communicator.average_async(self._snapshot, "weights", out=self._mean)
+            sent, mean = self._snapshot[self._first :], self._mean[self._first :]
+            self._all_reduce = self.communicator.average_async(sent, "weights", out=mean)
         self._record("post", round=self._round)
         self._tau = 0
         self.stats.messages += 1
-        self.stats.bytes_sent += self._snapshot.nbytes
+        self.stats.bytes_sent += sent.nbytes
 
     def _synchronise(self) -> bool:
         """Line 4.1: x <- z + (x - s), waiting for z if need be. Returns whether all ranks were finishing."""
@@ -97,18 +102,22 @@ class LASGD(Algorithm):
         self._all_reduce = None
         with self._timed("communication_seconds"), torch.no_grad():
             told = Tally.sum_from(self._mean[self.parameters.num_elements :], self.communicator.size)
-            mean = self._mean[: self.parameters.num_elements]
-            snapshot = self._snapshot[: self.parameters.num_elements]
-            if self._centre is not None:
-                self._centre.lerp_(mean, self.settings.elastic_beta)  # equation 4
-                mean.copy_(self._centre)
-            self.parameters.add_(mean.sub_(snapshot), alpha=self.settings.elastic_alpha)  # equation 6
+            if self._first == 0:
+                self._apply_mean()
         self._record("apply", round=self._round)
         self._round += 1
         self.progress.agreed_samples += told.samples
         self.progress.own_samples -= self._own_samples_sent
         self.progress.stop_requested = self.progress.stop_requested or told.stop_wanted > 0
         return told.finishing == self.communicator.size
+
+    def _apply_mean(self) -> None:
+        mean = self._mean[: self.parameters.num_elements]
+        snapshot = self._snapshot[: self.parameters.num_elements]
+        if self._centre is not None:
+            self._centre.lerp_(mean, self.settings.elastic_beta)  # equation 4
+            mean.copy_(self._centre)
+        self.parameters.add_(mean.sub_(snapshot), alpha=self.settings.elastic_alpha)  # equation 6
 
     @contextmanager
     def _parameters_averaged(self) -> Iterator[None]:
