@@ -17,6 +17,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
+from horovod.torch.mpi_ops import _allreduce_async
 from mpi4py import MPI
 
 from pushreduce.communication.base import Clock, Communicator, Handle
@@ -49,20 +50,20 @@ class HorovodMPI(Communicator):
     def average_async(self, buffer: torch.Tensor, name: str, *, out: torch.Tensor | None = None) -> Handle:
         if self.size == 1:  # Horovod would wait for its next cycle, a millisecond, to copy it
             return MeanOfOne(buffer.clone() if out is None else out.copy_(buffer))
-        # Horovod 0.28 has no bfloat16, and sums float16 in float16.
-        narrow = buffer.dtype in (torch.bfloat16, torch.float16)
-        if narrow or out is None:
-            work = buffer.float() if narrow else torch.empty_like(buffer)
-        else:
-            work = out
-        if work is not buffer and not narrow:
-            work.copy_(buffer)
-        result = work if not narrow else (torch.empty_like(buffer) if out is None else out)
+        result = torch.empty_like(buffer) if out is None else out
+        source, work = buffer, result
+        if buffer.dtype in (torch.bfloat16, torch.float16):
+            # Horovod 0.28 has no bfloat16, and sums float16 in float16.
+            source = work = buffer.float()
+        elif buffer.stride() != work.stride():
+            source = work.copy_(buffer)
         self._claim(name)
         # In segments, since MPI takes as much memory again as half of a message, or all of it.
-        segments = _linear(work).split(SEGMENT_BYTES // work.element_size())
+        num_elements = SEGMENT_BYTES // work.element_size()
+        segments = zip(_linear(source).split(num_elements), _linear(work).split(num_elements), strict=True)
+        # With input and output apart, which Horovod has no public call for, its own thread does the copying.
         handles = [
-            hvd.allreduce_async_(segment, name=f"{name}.{index}", op=hvd.Average)
+            _allreduce_async(*segment, f"{name}.{index}", hvd.Average, 1.0, 1.0, hvd.global_process_set)
             for index, segment in enumerate(segments)
         ]
         return HorovodHandle(self, name, handles, work, result)
