@@ -98,6 +98,8 @@ class Alternation:
 
     def after_step(self) -> int | None:
         """The training loop's `stop_signal`: None, or 1 once all pairs are complete."""
+        if len(self.a) == self._num_pairs:
+            return 1  # all ranks agree to stop only in the loop's next step
         self._steps_left -= 1
         if self._steps_left:
             return None
