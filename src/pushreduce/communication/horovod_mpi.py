@@ -14,14 +14,17 @@ from collections.abc import Callable
 from typing import Any
 
 import horovod.torch as hvd
+import mpi4py
 import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch.mpi_ops import _allreduce_async
-from mpi4py import MPI
 
 from pushreduce.communication.base import Clock, Communicator, Handle
 from pushreduce.communication.mpi_settings import SEGMENT_BYTES
+
+mpi4py.rc.initialize = False  # `startup.py` starts MPI, with what it needs in the environment
+from mpi4py import MPI  # noqa: E402
 
 _SHORTEST_PAUSE_SECONDS = 20e-6
 _LONGEST_PAUSE_SECONDS = 1e-3  # Horovod's own cycle: looking more often finds nothing new
