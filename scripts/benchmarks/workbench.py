@@ -16,7 +16,8 @@ from torch.nn import functional
 from pushreduce.communication import startup
 from pushreduce.communication.base import Communicator
 from pushreduce.settings import DataSettings, OptimizerSettings, Settings, TrainingSettings
-from pushreduce.training.loop import TrainingLoop, initial_model
+from pushreduce.training.loop import TrainingLoop
+from pushreduce.training.model import initial_model
 from pushreduce.training.run_directory import RunDirectory
 from pushreduce.training.schedule import build_optimizer
 from pushreduce.training.view import RunView
@@ -81,10 +82,9 @@ def build_loop(
     )
     workload: Workload = build_workload(settings.data, seed=0, rank=communicator.rank, size=communicator.size)
     run_directory = RunDirectory.create(settings, communicator)
-    model = initial_model(settings, workload)
-    loop = TrainingLoop(
-        settings, communicator, workload, model, run_directory, torch.device("cpu"), after_step
-    )
+    cpu = torch.device("cpu")
+    model = initial_model(settings, workload, cpu)
+    loop = TrainingLoop(settings, communicator, workload, model, run_directory, cpu, after_step)
     if communicator.rank == 0:
         stderr, sys.stderr = sys.stderr, _Terminal()  # type: ignore[assignment]
         loop.view = RunView(

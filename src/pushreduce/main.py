@@ -10,11 +10,11 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from pushreduce import command_line
 from pushreduce.communication import startup
-from pushreduce.settings import Settings, SettingsError
+from pushreduce.settings import Settings, SettingsError, leaves, option
 
 if (
     TYPE_CHECKING
@@ -24,69 +24,71 @@ if (
     from pushreduce.communication.base import Communicator
     from pushreduce.workloads.base import Workload
 
-T = TypeVar("T")
-
 
 def main(argv: list[str] | None = None) -> None:
     """Runs one rank of what `argv` (default: the process's arguments) asks for; ends in SystemExit."""
+    settings, problem = Settings(), ""
     try:
         settings = command_line.parse(sys.argv[1:] if argv is None else argv)
     except SettingsError as error:
-        startup.exit_with_bad_input(str(error))
-    communicator = startup.connect()
+        problem = str(error)
+    communicator = startup.connect(problem)
     stop_signal = startup.install_signal_flag(settings.training.grace_seconds)
+    from pushreduce.training.agreement import AgreedError
+
     try:
         exit_code = _run(settings, communicator, stop_signal)
-    except BadInputError as error:
+    except AgreedError as error:
         startup.exit_with_bad_input(str(error))
     startup.shut_down()
     sys.exit(exit_code)
 
 
-class BadInputError(ValueError):
-    """A mistake of the user's, known to all ranks."""
-
-
 def _run(settings: Settings, communicator: Communicator, stop_signal: Callable[[], int | None]) -> int:
     from pushreduce.training import console
-    from pushreduce.training.checkpoint import CheckpointError
-    from pushreduce.training.loop import TrainingLoop, initial_model
+    from pushreduce.training.agreement import agree_with_root, build_on_all
+    from pushreduce.training.loop import TrainingLoop
+    from pushreduce.training.model import initial_model
     from pushreduce.training.run_directory import RunDirectory
-    from pushreduce.training.view import RunView
 
+    _refuse_differing_settings(settings, communicator)
     device = _device(settings, communicator)
-    workload = _on_all_ranks(communicator, lambda: _workload(settings, communicator))
+    workload = build_on_all(communicator, lambda: _workload(settings, communicator))
     if settings.evaluate is not None:
         _evaluate_file(settings, communicator, workload, device)
         return 0
-    model = _on_all_ranks(communicator, lambda: initial_model(settings, workload))
+    model = build_on_all(communicator, lambda: initial_model(settings, workload, device))
     batch_size = workload.batch_size_per_rank
     settings = replace(settings, data=replace(settings.data, batch_size_per_rank=batch_size))
-    run_directory = _on_all_ranks(communicator, lambda: RunDirectory.create(settings, communicator))
-    console.open_log(run_directory, communicator)
-    loop = _on_all_ranks(
+    run_directory = build_on_all(communicator, lambda: RunDirectory.create(settings, communicator))
+    build_on_all(communicator, lambda: console.open_log(run_directory, communicator))
+    loop = build_on_all(
         communicator,
         lambda: TrainingLoop(settings, communicator, workload, model, run_directory, device, stop_signal),
     )
     environment = communicator.allgather(startup.describe_environment())
-    if communicator.rank == 0:
-        run_directory.save_settings(settings)  # of a resumed run, with the options given now
-        console.write_environment(run_directory, environment)
-        console.announce(settings, communicator, loop)
-        loop.view = RunView(
-            settings,
-            run_directory,
-            num_samples=round(settings.training.epochs * workload.num_train_samples),
-            resumed_from_samples=loop.resumed_from_samples,
-        )
-    try:
-        ended = loop.run()
-    except CheckpointError as error:
-        raise BadInputError(str(error)) from error
+    agree_with_root(communicator, lambda: console.announce(settings, loop, environment))
+    ended = loop.run()
     num_skipped = sum(communicator.allgather(workload.num_skipped))
-    if communicator.rank == 0:
-        console.conclude(settings, communicator, loop, environment[0], num_skipped=num_skipped, ended=ended)
+    commit = environment[0]["commit"]
+    agree_with_root(
+        communicator,
+        lambda: console.conclude(settings, loop, commit=commit, num_skipped=num_skipped, ended=ended),
+    )
     return 0 if ended else 128 + (stop_signal() or signal.SIGTERM)
+
+
+def _refuse_differing_settings(settings: Settings, communicator: Communicator) -> None:
+    """Hosts may hold different files of one name."""
+    from pushreduce.training.agreement import AgreedError
+
+    for rank, others in enumerate(communicator.allgather(settings)):
+        for (name, ours), (_, theirs) in zip(leaves(settings), leaves(others), strict=True):
+            if ours != theirs:
+                raise AgreedError(
+                    f"{option(name)} differs between ranks (rank {rank} has {theirs}): give all the same options "
+                    "and the same --settings file"
+                )
 
 
 def _workload(settings: Settings, communicator: Communicator) -> Workload:
@@ -99,10 +101,12 @@ def _device(settings: Settings, communicator: Communicator) -> torch.device:
     """The GPU of the local rank, or the CPU: the same kind on all ranks, since they average with each other."""
     import torch
 
+    from pushreduce.training.agreement import AgreedError
+
     has_gpu = torch.cuda.device_count() > communicator.local_rank
     without_gpu = [rank for rank, has_one in enumerate(communicator.allgather(has_gpu)) if not has_one]
     if settings.training.device == "cuda" and without_gpu:
-        raise BadInputError(
+        raise AgreedError(
             f"--device cuda: no GPU for rank {without_gpu[0]}: start at most one rank a GPU, or use --device cpu"
         )
     if settings.training.device == "cpu" or without_gpu:
@@ -114,27 +118,14 @@ def _device(settings: Settings, communicator: Communicator) -> torch.device:
 def _evaluate_file(
     settings: Settings, communicator: Communicator, workload: Workload, device: torch.device
 ) -> None:
-    from pushreduce.training.evaluate import load_model, score_together
+    from pushreduce.training.agreement import build_on_all
+    from pushreduce.training.evaluate import score_together
+    from pushreduce.training.model import load_model
 
-    model = _on_all_ranks(communicator, lambda: load_model(settings, workload, device))
-    try:
-        loss, top1_percent = score_together(model, workload, communicator)
-    except ValueError as error:
-        raise BadInputError(str(error)) from error
+    model = build_on_all(communicator, lambda: load_model(settings, workload, device))
+    loss, top1_percent, _ = score_together(model, workload, communicator)
     if communicator.rank == 0:
         print(
             f"{settings.evaluate} on {settings.data.dataset}: top-1 {top1_percent:.2f} %, loss {loss:.4f} "
             f"({workload.num_validation_samples} images)"
         )
-
-
-def _on_all_ranks(communicator: Communicator, build: Callable[[], T]) -> T:
-    """`build()` on every rank; where it raises ValueError on any, BadInputError on all."""
-    from pushreduce.training.agreement import agree
-
-    built: list[T] = []
-    try:
-        agree(communicator, lambda: built.append(build()))
-    except ValueError as error:
-        raise BadInputError(str(error)) from error
-    return built[0]

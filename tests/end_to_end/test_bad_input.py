@@ -76,7 +76,7 @@ def test_data(name, tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_gpu_where_there_is_none(num_ranks, tmp_path):
-    assert_refused(run(num_ranks, ["--device", "cuda"], cwd=tmp_path), "--device cuda", "0 GPUs")
+    assert_refused(run(num_ranks, ["--device", "cuda"], cwd=tmp_path), "--device cuda", "no GPU for rank 0")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pushreduce.communication.simulated import SimulatedCluster
+from pushreduce.communication.simulated import Aborted, SimulatedCluster
 from pushreduce.settings import DataSettings, LASGDSettings, OptimizerSettings, Settings, TrainingSettings
 from pushreduce.training.evaluate import score
-from pushreduce.training.loop import TrainingLoop, initial_model
+from pushreduce.training.loop import TrainingLoop
 from pushreduce.training.metrics import read_records
+from pushreduce.training.model import initial_model
 from pushreduce.training.run_directory import RunDirectory
 from pushreduce.workloads import build_workload
 
@@ -28,14 +29,14 @@ def train(cluster, settings, seconds_of_rank=lambda rank: 0.0, stop_after=None):
 
     def body(communicator):
         workload = build_workload(settings.data, seed=0, rank=communicator.rank, size=communicator.size)
-        model = initial_model(settings, workload)
+        cpu = torch.device("cpu")
+        model = initial_model(settings, workload, cpu)
         run_directory = RunDirectory.create(settings, communicator)
 
         def after_step():
             communicator.clock.sleep(seconds_of_rank(communicator.rank))  # as if the step had taken so long
             return 15 if loop.num_steps == stop_after else None
 
-        cpu = torch.device("cpu")
         loop = TrainingLoop(settings, communicator, workload, model, run_directory, cpu, after_step)
         return loop.run(), loop
 
@@ -70,7 +71,7 @@ def test_evaluates_the_final_model_on_every_validation_image_once(tmp_path, algo
     alone = build_workload(settings.data, seed=0, rank=0, size=1)
     model = alone.build_model()
     model.load_state_dict(torch.load(run / "model.pt", weights_only=True))
-    sums = score(model, alone)
+    sums, _ = score(model, alone)
     assert sums["num_samples"] == alone.num_validation_samples == 100
     assert last["top1_percent"] == pytest.approx(100 * sums["num_correct"] / sums["num_samples"])
     assert last["validation_loss"] == pytest.approx(sums["loss_sum"] / sums["num_samples"], rel=1e-5)
@@ -114,5 +115,68 @@ def test_batch_norm_reestimated_scores_like_the_saved_model(tmp_path):
     alone = build_workload(settings.data, seed=0, rank=0, size=1)
     model = alone.build_model()
     model.load_state_dict(torch.load(run / "model.pt", weights_only=True))
-    sums = score(model, alone)
+    sums, _ = score(model, alone)
     assert last["validation_loss"] == pytest.approx(sums["loss_sum"] / sums["num_samples"], rel=1e-4)
+
+
+def test_a_resumed_run_takes_the_settings_given_now(tmp_path):
+    """The learning rate, momentum and decay of the resumed run, not those that the checkpoint was written with."""
+    settings = with_run_dir(tmp_path)
+    train(SimulatedCluster(2), settings, stop_after=10)
+    changed = replace(
+        settings,
+        resume=True,
+        optimizer=replace(settings.optimizer, momentum=0.5, weight_decay=0.25),
+        lasgd=LASGDSettings(elastic_beta=0.5),
+    )
+    for ended, loop in train(SimulatedCluster(2), changed):
+        assert ended
+        assert loop.optimizer.param_groups[0]["momentum"] == 0.5
+        assert loop.optimizer.param_groups[0]["weight_decay"] == 0.25
+
+
+@pytest.mark.parametrize(
+    "changes", [{"algorithm": "allreduce"}, {"optimizer": OptimizerSettings(optimizer="adam", base_lr=0.01)}]
+)
+def test_another_algorithm_or_optimizer_is_refused(tmp_path, changes):
+    settings = with_run_dir(tmp_path)
+    train(SimulatedCluster(2), settings, stop_after=10)
+    with pytest.raises(ValueError, match="go on with that"):
+        train(SimulatedCluster(2), replace(settings, resume=True, **changes))
+
+
+def test_another_number_of_ranks_goes_on_from_the_consensus(tmp_path):
+    settings = with_run_dir(tmp_path)
+    train(SimulatedCluster(2), settings, lambda rank: 0.01 * (rank + 1), stop_after=10)
+    results = train(SimulatedCluster(3), replace(settings, resume=True), lambda _: 0.01)
+    assert all(ended for ended, _ in results)
+    for rank in range(3):
+        records = list(read_records(Path(settings.run_dir) / f"metrics.rank{rank}.jsonl"))
+        steps = [record["step"] for record in records if record["kind"] == "step"]
+        assert steps == list(range(1, len(steps) + 1))
+        if rank == 0:
+            seconds = [record["wall_seconds"] for record in records]
+            assert seconds == sorted(seconds)
+
+
+def test_parameters_that_diverged_in_the_last_step_are_not_saved(tmp_path):
+    settings = with_run_dir(tmp_path)
+
+    def body(communicator):
+        cpu = torch.device("cpu")
+        workload = build_workload(settings.data, seed=0, rank=communicator.rank, size=communicator.size)
+        model = initial_model(settings, workload, cpu)
+        run_directory = RunDirectory.create(settings, communicator)
+
+        def after_step():
+            if (
+                loop.num_steps == 25
+            ):  # the last step of the first epoch: no loss will be computed before it is saved
+                next(iter(model.parameters())).data.fill_(float("nan"))
+
+        loop = TrainingLoop(settings, communicator, workload, model, run_directory, cpu, after_step)
+        loop.run()
+
+    with pytest.raises(Aborted, match="not finite after step 25"):
+        SimulatedCluster(2).run(body)
+    assert not list((Path(settings.run_dir) / "checkpoints").glob("0*"))

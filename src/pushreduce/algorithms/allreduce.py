@@ -53,9 +53,11 @@ class AllReduceSGD(Algorithm):
             self._accumulating = False
 
     def step(self, num_samples: int) -> None:
+        self._refuse_in_consensus()
         self._take_round(num_samples)
 
     def finish(self) -> None:
+        self._refuse_in_consensus()
         all_finishing = False
         while not all_finishing:  # others still have data: their rounds need this rank's zeros
             for parameter in self._trainable:

@@ -108,6 +108,7 @@ class Algorithm(ABC):
         self.stats = Stats()
         self._recorder = recorder
         self._stop_wanted = False
+        self._in_consensus = False
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             communicator.broadcast(tensor.data, f"initial.{name}")
 
@@ -149,9 +150,11 @@ class Algorithm(ABC):
         own_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         with self._parameters_averaged():
             average_buffers(self.model, self.communicator)
+            self._in_consensus = True
             try:
                 yield
             finally:
+                self._in_consensus = False
                 for name, buffer in self.model.named_buffers():
                     buffer.copy_(own_buffers[name])
 
@@ -176,6 +179,10 @@ class Algorithm(ABC):
     @abstractmethod
     def _parameters_averaged(self) -> AbstractContextManager[None]:
         """The mean of all workers' parameters in place of the own ones, then back. Collective."""
+
+    def _refuse_in_consensus(self) -> None:
+        if self._in_consensus:
+            raise RuntimeError("the consensus model is in place of the worker's own: leave consensus() first")
 
     def _local_update(self) -> None:
         """The optimizer's step on the gradients as they are in `.grad`, clipped if asked."""

@@ -58,6 +58,7 @@ class LASGD(Algorithm):
         self._num_steps = 0  # t^i, the local clock
 
     def step(self, num_samples: int) -> None:
+        self._refuse_in_consensus()
         self._local_update()  # lines 3 and 2: x <- x - eta g(x)
         self._record("step", step=self._num_steps, num_samples=num_samples, learning_rate=self._learning_rate)
         self._num_steps += 1
@@ -72,6 +73,7 @@ class LASGD(Algorithm):
             self._send()  # line 4.3
 
     def finish(self) -> None:
+        self._refuse_in_consensus()
         if self._all_reduce is None:
             self._send(finishing=True)
         while not self._synchronise():
@@ -146,7 +148,10 @@ class LASGD(Algorithm):
         self.progress.agreed_samples = state["agreed_samples"]
         self._round, self._num_steps = state["round"], state["num_steps"]
         if self._centre is not None:
-            self._centre.copy_(state["centre"])
+            if state["centre"] is not None:
+                self._centre.copy_(state["centre"])
+            else:  # beta was 1 until now: the centre was the mean, where all workers are after a drain
+                self.parameters.copy_to(self._centre)
 
     def begin_at(self, samples: int) -> None:
         super().begin_at(samples)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -76,5 +76,5 @@ class Communicator(ABC):
         """Blocks until `predicate()` is true; signals and aborts can enter."""
 
     @abstractmethod
-    def abort(self, message: str, exit_code: int = 1) -> None:
+    def abort(self, message: str, exit_code: int = 1) -> NoReturn:
         """Prints `message` and ends every rank of the job; does not return."""

@@ -64,6 +64,22 @@ class FlatParameters:
         for buffer, part in self._parts(payload):
             buffer.add_(part, alpha=alpha)
 
+    def swap(self, payload: torch.Tensor) -> None:
+        """Exchanges the parameters with the first `num_elements` of `payload`, in pieces that take no memory."""
+        for buffer, part in self._parts(payload):
+            for ours, theirs in zip(buffer.split(_PIECE_ELEMENTS), part.split(_PIECE_ELEMENTS), strict=True):
+                kept = ours.clone()
+                ours.copy_(theirs)
+                theirs.copy_(kept)
+
+    def are_finite(self) -> bool:
+        """Whether no parameter is NaN or infinite."""
+        return all(
+            bool(piece.isfinite().all())
+            for buffer in self._buffers
+            for piece in buffer.split(_PIECE_ELEMENTS)
+        )
+
     def squared_distance(self, payload: torch.Tensor) -> float:
         """||payload - parameters||^2, accumulated in float64. Overwrites `payload` with the difference."""
         square = 0.0

@@ -6,12 +6,10 @@ Horovod's own `synchronize` sleeps inside C++, where Python's signal handlers ca
 
 from __future__ import annotations
 
-import os
 import pickle
-import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import horovod.torch as hvd
 import mpi4py
@@ -20,6 +18,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch.mpi_ops import _allreduce_async
 
+from pushreduce.communication import startup
 from pushreduce.communication.base import Clock, Communicator, Handle
 from pushreduce.communication.mpi_settings import SEGMENT_BYTES
 
@@ -95,10 +94,8 @@ class HorovodMPI(Communicator):
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-    def abort(self, message: str, exit_code: int = 1) -> None:
-        print(message, file=sys.stderr, flush=True)
-        MPI.COMM_WORLD.Abort(exit_code)
-        os._exit(exit_code)  # MPICH's Abort returns, and leaves the end to the launcher
+    def abort(self, message: str, exit_code: int = 1) -> NoReturn:
+        startup.abort(message, exit_code)
 
     def _complete(self, request: MPI.Request) -> None:
         self.wait_until(request.Test)

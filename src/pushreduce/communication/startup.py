@@ -55,15 +55,18 @@ class Process:
     """First line of what `MPI_Get_library_version` says."""
 
 
-def start(*, quiet: bool = False) -> Process:
+def start(*, quiet: bool = False, problem: str = "") -> Process:
     """Starts MPI at MPI_THREAD_MULTIPLE and Horovod on it. Collective; a second call returns the same.
 
     Sets one torch thread a rank unless OMP_NUM_THREADS is set. Warns on rank 0, unless `quiet`, where a host
     has more ranks than cores.
 
+    Args:
+        problem: what this rank has found wrong before; all ranks then refuse to start.
+
     Raises:
-        StartupError: on all ranks alike, where MPI or Horovod is missing, the thread level is below
-            MPI_THREAD_MULTIPLE, there are two MPI libraries, or they or the launcher disagree about ranks.
+        StartupError: on all ranks alike, where there was a problem, MPI or Horovod is missing, the thread level is
+            below MPI_THREAD_MULTIPLE, there are two MPI libraries, or they or the launcher disagree about ranks.
     """
     one_thread = os.environ.setdefault("OMP_NUM_THREADS", "1") == "1"
     mpi = _start_mpi()
@@ -75,9 +78,10 @@ def start(*, quiet: bool = False) -> Process:
             f"alone: the launcher is not that of {_library(mpi)}; use mpirun or horovodrun of the activated "
             "environment"
         )
+    _agree(world, problem)
     try:
         import horovod.torch as hvd
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: a library that it needs is missing
         problem = f"Horovod cannot be loaded ({_one_line(error)}); run scripts/setup.sh"
     else:
         problem = _unfit_before_horovod(mpi)
@@ -107,17 +111,17 @@ def start(*, quiet: bool = False) -> Process:
     return process
 
 
-def connect() -> Communicator:
+def connect(problem: str = "") -> Communicator:
     """The way in for a training script: starts everything and returns this rank's communicator. Collective.
 
-    From then on an uncaught exception on any rank ends all. Where the ranks cannot be started, it ends the process
-    with one line and exit code 2.
+    An uncaught exception on any rank ends all. Where the ranks cannot be started, or any has found a `problem` before
+    (a mistake in its settings), all end with one line and exit code 2.
     """
+    install_exception_hook()
     try:
-        start()
+        start(problem=problem)
     except StartupError as error:
         exit_with_bad_input(str(error))
-    install_exception_hook()
     from pushreduce.communication.horovod_mpi import HorovodMPI
 
     return HorovodMPI()
@@ -151,9 +155,16 @@ def exit_with_bad_input(message: str) -> NoReturn:
     sys.exit(BAD_INPUT)
 
 
-def abort_with_bad_input(message: str) -> NoReturn:
-    """Prints `error: rank R (host): message` and ends all ranks with code 2. For one rank alone, anywhere."""
-    _abort(f"error: rank {rank_without_horovod()} ({socket.gethostname()}): {message}", BAD_INPUT)
+def abort(message: str, exit_code: int) -> NoReturn:
+    """Prints `message` and ends all ranks. For one rank alone, anywhere."""
+    _say(message)
+    try:
+        mpi = _start_mpi()
+    except StartupError:
+        os._exit(exit_code)
+    time.sleep(_SECONDS_TO_FORWARD)
+    mpi.COMM_WORLD.Abort(exit_code)
+    os._exit(exit_code)
 
 
 def install_exception_hook() -> None:
@@ -162,7 +173,7 @@ def install_exception_hook() -> None:
     def end(kind: type[BaseException], value: BaseException | None, trace: TracebackType | None) -> None:
         name = f"[rank {rank_without_horovod()} on {socket.gethostname()}] "
         lines = "".join(traceback.format_exception(kind, value, trace)).rstrip().split("\n")
-        _abort("\n".join(name + line for line in lines), 1)
+        abort("\n".join(name + line for line in lines), 1)
 
     def end_thread(arguments: threading.ExceptHookArgs) -> None:
         if arguments.exc_type is not SystemExit:
@@ -182,9 +193,7 @@ def install_signal_flag(grace_seconds: float) -> Callable[[], int | None]:
     received: list[int] = []
 
     def give_up(number: int, why: str) -> None:
-        _abort(
-            f"rank {rank_without_horovod()}: {why}; the newest complete checkpoint is intact", 128 + number
-        )
+        abort(f"rank {rank_without_horovod()}: {why}; the newest complete checkpoint is intact", 128 + number)
 
     def note(number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT and signal.SIGINT in received:
@@ -290,20 +299,11 @@ def _unfit_before_horovod(mpi: Any) -> str:
 
 def _agree(world: Any, problem: str) -> None:
     """Raises the first rank's problem on all ranks, so that none goes on alone."""
-    for rank, other in enumerate(world.allgather(problem)):
+    problems = world.allgather(problem)
+    for rank, other in enumerate(problems):
         if other:
-            raise StartupError(other if world.size == 1 else f"{other} (seen on rank {rank})")
-
-
-def _abort(message: str, code: int) -> NoReturn:
-    _say(message)
-    try:
-        mpi = _start_mpi()
-    except StartupError:
-        os._exit(code)
-    time.sleep(_SECONDS_TO_FORWARD)
-    mpi.COMM_WORLD.Abort(code)
-    os._exit(code)
+            everywhere = problems.count(other) == world.size
+            raise StartupError(other if everywhere else f"{other} (seen on rank {rank})")
 
 
 def _say(message: str) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from pushreduce.communication.base import Communicator
-from pushreduce.training.agreement import agree, agree_with_root
+from pushreduce.training.agreement import AgreedError, agree, agree_with_root
 from pushreduce.training.run_directory import sync_directory
 from pushreduce.training.verified_files import (
     damage_of,
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 NAME = re.compile(r"(\d{4,})-step-\d+")
 
 
-class CheckpointError(ValueError):
+class CheckpointError(AgreedError):
     """A checkpoint cannot be saved, or none can be restored: one line, with the remedy."""
 
 

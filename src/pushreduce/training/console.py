@@ -19,6 +19,7 @@ from pushreduce.training.curves import draw_curves
 from pushreduce.training.metrics import read_records
 from pushreduce.training.run_directory import RunDirectory, write_atomically
 from pushreduce.training.summary import print_summary, summarise, write_summary
+from pushreduce.training.view import RunView
 
 if TYPE_CHECKING:
     from pushreduce.training.loop import TrainingLoop
@@ -46,14 +47,27 @@ def open_log(run_directory: RunDirectory, communicator: Communicator) -> None:
         package.addHandler(file)
 
 
-def announce(settings: Settings, communicator: Communicator, loop: TrainingLoop) -> None:
-    """The run in a few lines, before its first step. On rank 0."""
+def announce(settings: Settings, loop: TrainingLoop, environment: list[dict[str, Any]]) -> None:
+    """The run on disk and in a few lines, before its first step; from then on `loop` is shown. On rank 0.
+
+    Args:
+        environment: of every rank, as from `startup.describe_environment`.
+    """
+    run_directory = loop.run_directory
+    run_directory.save_settings(settings)  # of a resumed run, with the options given now
+    write_environment(run_directory, environment)
+    loop.view = RunView(
+        settings,
+        run_directory,
+        num_samples=round(settings.training.epochs * loop.workload.num_train_samples),
+        resumed_from_samples=loop.resumed_from_samples,
+    )
     workload = loop.workload
     num_parameters = loop.algorithm.parameters.num_elements
     logger.info(
         "%s with %d ranks: %s (%s training images), %s (%s parameters), %d images a rank and step, %g epochs",
         settings.algorithm,
-        communicator.size,
+        loop.communicator.size,
         settings.data.dataset,
         f"{workload.num_train_samples:,}",
         settings.data.model,
@@ -63,8 +77,8 @@ def announce(settings: Settings, communicator: Communicator, loop: TrainingLoop)
     )
     if loop.resumed_from_samples:
         logger.info("resumed at epoch %.2f", loop.resumed_from_samples / workload.num_train_samples)
-    logger.info("run directory %s", loop.run_directory.path)
-    logger.info("watch it:     tensorboard --logdir %s", shlex.quote(str(loop.run_directory.path)))
+    logger.info("run directory %s", run_directory.path)
+    logger.info("watch it:     tensorboard --logdir %s", shlex.quote(str(run_directory.path)))
 
 
 def write_environment(run_directory: RunDirectory, by_rank: list[dict[str, Any]]) -> None:
@@ -79,37 +93,33 @@ def write_environment(run_directory: RunDirectory, by_rank: list[dict[str, Any]]
 
 
 def conclude(
-    settings: Settings,
-    communicator: Communicator,
-    loop: TrainingLoop,
-    environment: dict[str, Any],
-    *,
-    num_skipped: int,
-    ended: bool,
+    settings: Settings, loop: TrainingLoop, *, commit: str | None, num_skipped: int, ended: bool
 ) -> None:
     """Summary, curves and what to do next. On rank 0.
 
     Args:
+        commit: of the program.
         num_skipped: corrupt files that all ranks have skipped since this process started.
         ended: whether the run reached its end.
     """
+    num_ranks = loop.communicator.size
     directory = loop.run_directory
     summary = summarise(
         read_records(directory.metrics(0)),
-        [read_records(directory.metrics(rank)) for rank in range(1, communicator.size)],
+        [read_records(directory.metrics(rank)) for rank in range(1, num_ranks)],
         algorithm=settings.algorithm,
         dataset=settings.data.dataset,
         model=settings.data.model,
-        num_ranks=communicator.size,
-        num_workers=communicator.size,
+        num_ranks=num_ranks,
+        num_workers=num_ranks,
         seed=settings.seed,
         num_skipped_files=num_skipped,
-        commit=environment["commit"],
+        commit=commit,
     )
     if num_skipped:
         logger.warning("skipped %d corrupt image files", num_skipped)
     assert loop.view is not None
-    loop.view.close({name: value for name, value in summary.items() if isinstance(value, float)})
+    loop.view.close(summary)
     if not ended:
         logger.info(
             "stopped before the end; the checkpoint is complete. To go on:\n  %s", resume_command(loop)

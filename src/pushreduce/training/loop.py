@@ -23,28 +23,18 @@ from torch import nn
 from pushreduce.algorithms import build_algorithm
 from pushreduce.communication.base import Communicator
 from pushreduce.settings import Settings
-from pushreduce.training.agreement import agree_with_root
-from pushreduce.training.checkpoint import CheckpointError, Checkpoints, fingerprint
-from pushreduce.training.evaluate import DTYPES, OwnModel, evaluate, reestimate_batch_norm
+from pushreduce.training import run_state
+from pushreduce.training.checkpoint import Checkpoints
+from pushreduce.training.evaluate import evaluate
 from pushreduce.training.metrics import MetricsRecord
 from pushreduce.training.milestones import Milestones
-from pushreduce.training.run_directory import RunDirectory, atomic_file
+from pushreduce.training.run_directory import RunDirectory
 from pushreduce.training.schedule import LearningRate, build_optimizer
 from pushreduce.training.trace import Trace
 from pushreduce.training.view import RunView
 from pushreduce.workloads.base import Batch, Workload
 
 logger = logging.getLogger(__name__)
-
-
-def initial_model(settings: Settings, workload: Workload) -> nn.Module:
-    """The model that a run begins with, on the CPU: the same for a seed, whatever the number of ranks.
-
-    Raises:
-        ValueError: the model does not fit the data.
-    """
-    torch.manual_seed(settings.seed)
-    return workload.build_model()
 
 
 class TrainingLoop:
@@ -54,7 +44,7 @@ class TrainingLoop:
         settings: resolved and checked.
         communicator: this rank's.
         workload: this rank's.
-        model: to be trained, by `initial_model`.
+        model: to be trained, on `device`; see `model.py`.
         run_directory: where everything is written.
         device: where the model lives.
         stop_signal: what asks for a stop, or None.
@@ -78,20 +68,16 @@ class TrainingLoop:
         self.clock = communicator.clock
         self.workload = workload
         self.run_directory = run_directory
-        self.device, self.dtype = device, DTYPES[settings.training.dtype]
+        self.device, self.dtype = device, next(model.parameters()).dtype
         self.view: RunView | None = None  # what rank 0 shows while the run goes on
         self.stop_signal = stop_signal
 
-        torch.manual_seed(
-            settings.seed
-        )  # the same first model with any number of ranks; rank 0's is broadcast
-        model = workload.build_model().to(device, self.dtype)
+        self.model = model
         self.optimizer = build_optimizer(settings.optimizer, model)
         self.trace = Trace(run_directory, communicator.rank, communicator.size) if settings.trace else None
         self.algorithm = build_algorithm(
             settings, model, self.optimizer, communicator, self.trace.record if self.trace else None
         )
-        self.model = model
         torch.manual_seed(settings.seed * 100_003 + communicator.rank + 1)  # dropout differs by rank
         self.batches = workload.train_batches()
         batch_size = workload.batch_size_per_rank * settings.optimizer.accumulation_steps
@@ -109,8 +95,9 @@ class TrainingLoop:
         self.num_steps = 0
         self.wall_seconds = 0.0  # training only: evaluation and checkpoints are outside the clock
         self._clock_started = 0.0
+        self._loading_seconds = 0.0  # of the step under way
         self.newest_checkpoint: Path | None = None
-        self.resumed_from_samples = self._restore() if settings.resume else 0
+        self.resumed_from_samples = run_state.restore(self) if settings.resume else 0
         self.record = MetricsRecord(
             run_directory.metrics(communicator.rank),
             keep_until_step=self.num_steps if settings.resume else None,
@@ -129,16 +116,17 @@ class TrainingLoop:
                         self._step()
                         if self.stop_signal() is not None:
                             self.algorithm.request_stop()
-                own = self._own_model() if "evaluate" in self.milestones.next_actions else None
+                own = self._own_parameters() if "evaluate" in self.milestones.next_actions else None
                 with self._on_the_clock():
                     self.algorithm.finish()
+                self._refuse_non_finite()
                 if progress.stop_requested:
-                    self._save_checkpoint()
+                    self.newest_checkpoint = run_state.save(self)
                     return False
                 if progress.samples <= self.milestones.next - self.global_batch_size:
                     continue  # the estimate of a rank that is ahead of the others ran ahead, too
                 self._act_on_milestone(own)
-            self._save_final_model()
+            run_state.save_final_model(self)
             return True
         except OSError as error:  # a full disk or an unreadable file, met by this rank alone
             self._abort(
@@ -158,12 +146,14 @@ class TrainingLoop:
         before = (stats.local_update_seconds, stats.communication_seconds, stats.blocked_seconds)
         bytes_before = stats.bytes_sent
         samples_before = self.algorithm.progress.samples
+        self._loading_seconds = 0.0
         learning_rate = self.learning_rate(samples_before)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         loss, num_samples = self._forward_backward()
         computed = clock.now()
         in_backward = stats.communication_seconds - before[1]  # SGD-AR posts from inside backward()
+        elsewhere = in_backward + self._loading_seconds  # loading is the loop's own, no part of compute
         self.algorithm.step(num_samples)
         self.num_steps += 1
         record = self.record.step(
@@ -174,7 +164,7 @@ class TrainingLoop:
             loss=loss,
             learning_rate=learning_rate,
             num_samples=num_samples,
-            compute_seconds=computed - start - in_backward,
+            compute_seconds=computed - start - elsewhere,
             local_update_seconds=stats.local_update_seconds - before[0],
             communication_seconds=stats.communication_seconds - before[1],
             blocked_seconds=stats.blocked_seconds - before[2],
@@ -196,30 +186,39 @@ class TrainingLoop:
             total_loss += loss.item()
             num_samples += batch.num_samples
         if not math.isfinite(total_loss):
-            self._abort(
-                f"the loss is {total_loss} at step {self.num_steps + 1}: lower --base-lr, add --warmup-epochs or "
-                f"--max-grad-norm (newest checkpoint: {self.newest_checkpoint or 'none'})"
-            )
+            self._abort_diverged(f"the loss is {total_loss} at step {self.num_steps + 1}")
         return total_loss, num_samples
 
     def _next_batch(self) -> Batch:
+        start = self.clock.now()
         try:
-            return next(self.batches).to(self.device, self.dtype)
+            batch = next(self.batches).to(self.device, self.dtype)
         except ValueError as error:  # an unreadable file, met by this rank alone
             self._abort(str(error))
+        self._loading_seconds += self.clock.now() - start
+        return batch
 
-    def _own_model(self) -> OwnModel:
-        try:
-            return OwnModel(self.algorithm, self.workload)
-        except ValueError as error:  # likewise, among the validation files
-            self._abort(str(error))
+    def _own_parameters(self) -> torch.Tensor:
+        own = self.algorithm.parameters.new_payload()
+        self.algorithm.parameters.copy_to(own)
+        return own
+
+    def _refuse_non_finite(self) -> None:
+        """Where the last update before a milestone diverged, no loss has shown it, and it must not be saved."""
+        if not self.algorithm.parameters.are_finite():
+            self._abort_diverged(f"the parameters are not finite after step {self.num_steps}")
+
+    def _abort_diverged(self, what: str) -> NoReturn:
+        self._abort(
+            f"{what}: lower --base-lr, add --warmup-epochs or --max-grad-norm "
+            f"(newest checkpoint: {self.newest_checkpoint or 'none'})"
+        )
 
     def _abort(self, message: str) -> NoReturn:
         """Ends all ranks for a reason that this one alone knows; what is on disk stays as it is."""
         with suppress(OSError):  # where the disk is full, the reason to tell is already known
             self.record.close()
         self.communicator.abort(f"error: rank {self.communicator.rank}: {message}", exit_code=2)
-        raise AssertionError("abort() does not return")
 
     @contextmanager
     def _on_the_clock(self) -> Iterator[None]:
@@ -229,15 +228,15 @@ class TrainingLoop:
 
     # -- milestones ------------------------------------------------------------------------------------------------
 
-    def _act_on_milestone(self, own: OwnModel | None) -> None:
+    def _act_on_milestone(self, own: torch.Tensor | None) -> None:
         due = self.milestones.next_actions
         self.milestones.pass_next()
         if own is not None:
             self._evaluate(own)
         if "checkpoint" in due:
-            self._save_checkpoint()
+            self.newest_checkpoint = run_state.save(self)
 
-    def _evaluate(self, own: OwnModel) -> None:
+    def _evaluate(self, own: torch.Tensor) -> None:
         result = evaluate(self.algorithm, self.workload, own, batch_norm=self.settings.training.batch_norm)
         samples = self.algorithm.progress.samples
         record = self.record.evaluation(
@@ -252,90 +251,5 @@ class TrainingLoop:
             steps_per_allreduce=dict(self.algorithm.stats.steps_per_allreduce),
         )
         if self.view:
-            self.view.evaluation(record, self.model, self.workload)
+            self.view.evaluation(record, result.predictions)
         self.model.train()
-
-    # -- state -----------------------------------------------------------------------------------------------------
-
-    def _save_checkpoint(self) -> None:
-        samples = self.algorithm.progress.samples
-        self.record.flush()  # a run resumed here finds all its lines
-        with self.algorithm.consensus():
-            consensus = self._weights() if self.communicator.rank == 0 else None
-        self.newest_checkpoint = self.checkpoints.save(
-            self.num_steps,
-            own_state={
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "algorithm": self.algorithm.state_dict(),
-                "batches": self.batches.state_dict(),
-                "torch_rng": torch.get_rng_state(),
-                "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
-                "num_steps": self.num_steps,
-                "wall_seconds": self.wall_seconds,
-            },
-            consensus_state=consensus,
-            facts={
-                "samples": samples,
-                "algorithm": self.settings.algorithm,
-                "milestones": self.milestones.state_dict(),
-            },
-        )
-
-    def _restore(self) -> int:
-        """Loads the newest intact checkpoint, if there is one. Returns its global samples. Collective."""
-        loaded = self.checkpoints.load_newest(fingerprint(self.model.state_dict()))
-        if loaded is None:
-            return 0
-        if loaded.facts["algorithm"] != self.settings.algorithm:
-            raise ValueError(
-                f"{loaded.path} is of --algorithm {loaded.facts['algorithm']}, not {self.settings.algorithm}: "
-                "go on with that, or start a new run with another --run-dir"
-            )
-        self.newest_checkpoint = loaded.path
-        samples = int(loaded.facts["samples"])
-        self.milestones.load_state_dict(loaded.facts["milestones"])
-        if (
-            loaded.own_state is None
-        ):  # another number of ranks: all begin at the consensus, with fresh optimizers
-            assert loaded.consensus_state is not None
-            logger.warning(
-                "%s is of %d ranks: all %d begin at its consensus model, with new optimizer state",
-                loaded.path,
-                loaded.facts["num_ranks"],
-                self.communicator.size,
-            )
-            self.model.load_state_dict(loaded.consensus_state)
-            self.algorithm.begin_at(samples)
-            self.num_steps = int(loaded.facts["step"])
-            return samples
-        state = loaded.own_state
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.algorithm.load_state_dict(state["algorithm"])
-        self.batches.load_state_dict(state["batches"])
-        torch.set_rng_state(state["torch_rng"])
-        if state["cuda_rng"] is not None and self.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_rng"], self.device)
-        self.num_steps, self.wall_seconds = state["num_steps"], state["wall_seconds"]
-        return samples
-
-    def _save_final_model(self) -> None:
-        with self.algorithm.consensus():
-            if self.settings.training.batch_norm == "reestimate":
-                reestimate_batch_norm(self.model, self.workload, self.communicator)
-            agree_with_root(self.communicator, self._write_model)
-
-    def _write_model(self) -> None:
-        path = self.run_directory.model_pt
-        try:
-            with atomic_file(path) as file:
-                torch.save(self._weights(), file)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot save {path} ({error.strerror}): make room, then add --resume"
-            ) from error
-
-    def _weights(self) -> dict[str, torch.Tensor]:
-        """A plain state_dict on the CPU, each tensor with its own memory (the model's own are views of one buffer)."""
-        return {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}

@@ -7,7 +7,6 @@ draw (`curves.py`) or compare (`scripts/compare`).
 from __future__ import annotations
 
 import json
-import os
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -17,6 +16,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from pushreduce.training.metrics import Record
+from pushreduce.training.run_directory import write_atomically
 
 PHASES = ("compute", "local_update", "communication", "blocked")
 """The parts of an iteration that the record has. What remains is the loop's own: loading data, recording."""
@@ -104,9 +104,7 @@ class _Rank:
 
 def write_summary(path: Path, summary: Summary) -> None:
     """Writes `summary.json`, complete or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_atomically(path, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
 
 
 def read_summary(run_dir: Path) -> Summary:

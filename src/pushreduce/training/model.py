@@ -1,0 +1,49 @@
+"""The model of a run: as it begins, and as a file brings it back."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from pushreduce.settings import Settings
+from pushreduce.workloads.base import Workload
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+def initial_model(settings: Settings, workload: Workload, device: torch.device) -> nn.Module:
+    """The model that a run begins with: the same for a seed, whatever the number of ranks.
+
+    Raises:
+        ValueError: the model does not fit the data.
+    """
+    torch.manual_seed(settings.seed)
+    return workload.build_model().to(device, DTYPES[settings.training.dtype])
+
+
+def load_model(settings: Settings, workload: Workload, device: torch.device) -> nn.Module:
+    """The workload's model with the weights of the file `settings.evaluate`, a plain state_dict.
+
+    Raises:
+        ValueError: no such file, no state_dict, or one of another model.
+    """
+    path = Path(settings.evaluate or "")
+    try:
+        weights = torch.load(path, map_location=device, weights_only=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(
+            f"{path} cannot be read as a model file ({error}): give a run's model.pt".replace("\n", " ")
+        ) from error
+    model = initial_model(settings, workload, device)
+    try:
+        model.load_state_dict(weights)
+    except (RuntimeError, AttributeError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{path} holds another model than {settings.data.model} on {settings.data.dataset} ({reason}): "
+            "give --model and --dataset as in its run"
+        ) from error
+    return model
