@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from launch import ROOT, Finished, launched, run, run_command
+from launch import ROOT, TRAIN, Finished, launched, run, run_command
 from run_files import all_files, checkpoints, make_image_folder, model, steps
 
 
@@ -42,6 +43,22 @@ def test_settings(name, num_ranks, tmp_path):
     before = all_files(tmp_path)
     assert_refused(run(num_ranks, arguments.split(), cwd=tmp_path), *words)
     assert all_files(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--seed", "1"], ["--seed", "differs between ranks"]),
+        (["--settings", "nowhere.yaml"], ["nowhere.yaml", "rank 1"]),
+    ],
+    ids=["other-seed", "file-on-one-host"],
+)
+def test_settings_of_one_rank_only(arguments, words, tmp_path):
+    """As on hosts that hold different files, or where one of them is missing."""
+    ours, theirs = ([sys.executable, str(TRAIN), "--run-dir", "run", *more] for more in ([], arguments))
+    command = ["mpirun", "-np", "1", *ours, ":", "-np", "1", *theirs]
+    assert_refused(run_command(command, cwd=tmp_path), *words)
+    assert not (tmp_path / "run").exists()
 
 
 DATA = {

@@ -251,3 +251,24 @@ ctypes.CDLL(copy)
     code, output = run(tmp_path, second + CATCHING, *ranks(2))
     assert code == 2, output
     assert output.count("error: two MPI libraries in one process") == 1, output
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [("OSError('libcat.so: cannot open')", 2), ("KeyError('libcat')", 1)]
+)
+def test_a_failure_while_starting_on_one_rank_ends_all(tmp_path: Path, error: str, code: int) -> None:
+    """A library that is missing on one host, and an exception where nobody expects one."""
+    exit_code, output = run(
+        tmp_path,
+        f"""
+rank = startup.rank_without_horovod()
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "horovod.torch" and rank == 1: raise {error}
+sys.meta_path.insert(0, Finder())
+startup.connect()
+""",
+        *ranks(2),
+    )
+    assert exit_code == code, output
+    assert "libcat" in output
