@@ -1,6 +1,6 @@
 """Decentralised SGD on Horovod and MPI: LASGD and Stochastic Gradient Push.
 
-The rooms, each importable without the ones below it:
+The rooms; which may know which is in CONTRIBUTING.md:
 
     settings       the settings of a run (no torch, no MPI)
     communication  Communicator and its two forms; flat parameter buffers; process start-up

@@ -18,7 +18,7 @@ from pathlib import Path
 import tyro
 
 from pushreduce import settings_file
-from pushreduce.settings import Settings, SettingsError, check
+from pushreduce.settings import Settings, SettingsError, check, leaves, option
 
 DESCRIPTION = (
     "Trains an image classifier with decentralised SGD, under horovodrun or mpirun, or alone. "
@@ -51,9 +51,19 @@ def parse(argv: list[str]) -> Settings:
         if options.evaluate is not None:
             base = replace(base, trace=False)  # that was about the training
         options = _parse_options(argv, base)
+        if options.evaluate is not None:
+            _refuse_ignored(options, base)
     settings = Settings(**{item.name: getattr(options, item.name) for item in fields(Settings)})
     check(settings)
     return settings
+
+
+def _refuse_ignored(options: _Options, base: Settings) -> None:
+    """An evaluation takes its data and model from the options, and nothing of the training."""
+    matters = {"evaluate", "settings", *(item.name for item in fields(base.data)), "device", "dtype"}
+    for (name, given), (_, saved) in zip(leaves(options), leaves(base), strict=False):
+        if name not in matters and given != saved:
+            raise SettingsError(f"{option(name)} has no effect on --evaluate: remove it")
 
 
 def _settings_file(options: _Options) -> Path | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -33,18 +32,17 @@ def main(argv: list[str] | None = None) -> None:
     except SettingsError as error:
         problem = str(error)
     communicator = startup.connect(problem)
-    stop_signal = startup.install_signal_flag(settings.training.grace_seconds)
     from pushreduce.training.agreement import AgreedError
 
     try:
-        exit_code = _run(settings, communicator, stop_signal)
+        exit_code = _run(settings, communicator)
     except AgreedError as error:
         startup.exit_with_bad_input(str(error))
     startup.shut_down()
     sys.exit(exit_code)
 
 
-def _run(settings: Settings, communicator: Communicator, stop_signal: Callable[[], int | None]) -> int:
+def _run(settings: Settings, communicator: Communicator) -> int:
     from pushreduce.training import console
     from pushreduce.training.agreement import agree_with_root, build_on_all
     from pushreduce.training.loop import TrainingLoop
@@ -57,6 +55,7 @@ def _run(settings: Settings, communicator: Communicator, stop_signal: Callable[[
     if settings.evaluate is not None:
         _evaluate_file(settings, communicator, workload, device)
         return 0
+    stop_signal = startup.install_signal_flag(settings.training.grace_seconds)
     model = build_on_all(communicator, lambda: initial_model(settings, workload, device))
     batch_size = workload.batch_size_per_rank
     settings = replace(settings, data=replace(settings.data, batch_size_per_rank=batch_size))
@@ -94,7 +93,12 @@ def _refuse_differing_settings(settings: Settings, communicator: Communicator) -
 def _workload(settings: Settings, communicator: Communicator) -> Workload:
     from pushreduce.workloads import build_workload
 
-    return build_workload(settings.data, seed=settings.seed, rank=communicator.rank, size=communicator.size)
+    data = settings.data
+    if (
+        settings.evaluate is not None
+    ):  # the batch size of the training may be too large for more ranks' shards
+        data = replace(data, batch_size_per_rank=None)
+    return build_workload(data, seed=settings.seed, rank=communicator.rank, size=communicator.size)
 
 
 def _device(settings: Settings, communicator: Communicator) -> torch.device:

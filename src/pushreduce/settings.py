@@ -162,7 +162,7 @@ INTERVALS = {
     "elastic_alpha": "(0, 1]",
     "elastic_beta": "(0, 1]",
     "batch_size_per_rank": "[1, inf)",
-    "dirichlet_alpha": "(0, inf)",
+    "dirichlet_alpha": "(0, 1e6]",
     "shard_proportions": "(0, inf)",
     "num_loader_workers": "[0, inf)",
     "image_size": "[1, inf)",
@@ -177,11 +177,11 @@ INTERVALS = {
     "warmup_epochs": "[0, inf)",
     "decay_epochs": "(0, inf)",
     "decay_factor": "(0, 1]",
-    "epochs": "(0, inf)",
-    "evaluate_every_epochs": "(0, inf)",
-    "checkpoint_every_epochs": "(0, inf)",
+    "epochs": "(0, 1e6]",
+    "evaluate_every_epochs": "(0, 1e6]",
+    "checkpoint_every_epochs": "(0, 1e6]",
     "keep_checkpoints": "[1, inf)",
-    "grace_seconds": "(0, inf)",
+    "grace_seconds": "(0, 1e6]",
 }
 """Where every number has to lie; of a tuple, each of its numbers."""
 

@@ -59,6 +59,15 @@ def from_yaml(text: str, *, source: str) -> Settings:
         raise SettingsError(f"{source}: {' '.join(str(error).split())}") from error
     except SettingsError as error:
         raise SettingsError(f"{source}: {error}") from error
+    except (
+        ValueError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+    ) as error:  # yaml's own, on values like `!!int abc`
+        raise SettingsError(
+            f"{source}: a value cannot be read ({type(error).__name__}): correct it"
+        ) from error
 
 
 _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]

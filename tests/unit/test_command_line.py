@@ -115,3 +115,13 @@ def test_mistakes_in_the_file_name_the_file(tmp_path: Path) -> None:
 def test_messages_keep_to_stderr_free_of_boxes(capsys: pytest.CaptureFixture[str]) -> None:
     error_of(["--tau-mx", "5"])
     assert capsys.readouterr() == ("", "")
+
+
+def test_options_of_the_training_have_no_effect_on_an_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text(to_yaml(Settings()))
+    with pytest.raises(SettingsError, match="--epochs has no effect on --evaluate"):
+        parse(["--evaluate", str(tmp_path / "model.pt"), "--epochs", "99"])
+    assert (
+        parse(["--evaluate", str(tmp_path / "model.pt"), "--dataset", "synthetic"]).data.dataset
+        == "synthetic"
+    )

@@ -57,11 +57,6 @@ def test_algorithms_know_neither_cluster_nor_clock(path: Path) -> None:
     assert not within(imported_by(path), *forbidden, "mpi4py", "horovod")
 
 
-def test_topology_is_arithmetic() -> None:
-    for path in (PACKAGE / "communication").glob("topology.py"):
-        assert not within(imported_by(path), "torch", "numpy", "pushreduce")
-
-
 def test_the_oracle_shares_only_topology_with_the_program() -> None:
     for path in (PACKAGE / "simulation").glob("global_view.py"):
         assert within(imported_by(path), "pushreduce") <= within(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +36,9 @@ def refusal(size: int, settings: Settings) -> str:
 
 
 def tree(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    """Every file but the lock, by its name."""
+    files = (file for file in path.rglob("*") if file.is_file() and file.name != ".lock")
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
 @SIZES
@@ -139,7 +143,7 @@ def test_a_full_disk_leaves_nothing_behind(
 
     message = results_of(1, attempt)[0]
     assert list(tree(tmp_path)) == (["run/settings.yaml"] if not message else [])
-    assert not message or "No space left" in message
+    assert not message or ("No space left" in message and not (tmp_path / "run").exists())
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -178,3 +182,27 @@ def test_a_writer_that_raises_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         write_half()
     assert tree(tmp_path) == {"file": b"old"}
+
+
+def test_a_directory_in_use_by_another_process_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    hold = f"""
+import fcntl, sys
+file = open({str(path / ".lock")!r}, "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+    settings = replace(Settings(), run_dir=str(path))
+    with subprocess.Popen(
+        [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(ValueError, match="in use by another job"):
+            create(1, settings)
+        assert not (path / "settings.yaml").exists()
+        other.communicate(timeout=30)
+    create(1, settings)
+    assert (path / "settings.yaml").exists()

@@ -22,7 +22,7 @@ def agree(communicator: Communicator, action: Callable[[], T]) -> list[T]:
     """Every rank's `action()` (picklable, small), in rank order. Collective.
 
     Raises:
-        AgreedError: on all ranks, that of the lowest rank whose `action` raised a ValueError or an OSError.
+        AgreedError: on all ranks, that of the lowest rank whose `action` raised a ValueError, OSError or MemoryError.
     """
     outcome: T | AgreedError
     try:
@@ -34,6 +34,8 @@ def agree(communicator: Communicator, action: Callable[[], T]) -> list[T]:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         outcome = AgreedError(f"{where}{error.strerror or error}; put that right and start again")
+    except MemoryError:
+        outcome = AgreedError("there is not enough memory: choose something smaller")
     outcomes = communicator.allgather(outcome)
     results = []
     for each in outcomes:

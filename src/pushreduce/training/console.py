@@ -136,7 +136,11 @@ def conclude(
 
 def resume_command(loop: TrainingLoop) -> str:
     """The command that goes on with the run from its newest checkpoint."""
-    launcher = f"mpirun -np {loop.communicator.size} " if loop.communicator.size > 1 else ""
-    run_directory = shlex.quote(str(loop.run_directory.path))
-    trace = " --no-trace" if loop.settings.trace else ""  # a trace cannot go on
-    return f"{launcher}python {shlex.quote(sys.argv[0])} --run-dir {run_directory} --resume{trace}"
+    options = f"--run-dir {shlex.quote(str(loop.run_directory.path))} --resume"
+    if loop.settings.trace:
+        options += " --no-trace"  # a trace cannot go on
+    size, local_size = loop.communicator.size, loop.communicator.local_size
+    launcher = f"mpirun -np {size} " if size > 1 else ""
+    if local_size < size:  # how the hosts were given is known to the launcher only
+        launcher = f"scripts/launch -np {size} --hostfile FILE "
+    return f"{launcher}python {shlex.quote(sys.argv[0])} {options}"

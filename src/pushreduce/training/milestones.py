@@ -17,8 +17,8 @@ class Milestones:
 
     def __init__(self, settings: TrainingSettings, num_train_samples: int) -> None:
         self._intervals = {
-            "evaluate": settings.evaluate_every_epochs * num_train_samples,
-            "checkpoint": settings.checkpoint_every_epochs * num_train_samples,
+            "evaluate": max(1.0, settings.evaluate_every_epochs * num_train_samples),
+            "checkpoint": max(1.0, settings.checkpoint_every_epochs * num_train_samples),
         }
         self._end = max(1, round(settings.epochs * num_train_samples))
         self._here = 0  # the last milestone passed, in global samples

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 
 import torch
@@ -33,9 +32,13 @@ def load_model(settings: Settings, workload: Workload, device: torch.device) -> 
     path = Path(settings.evaluate or "")
     try:
         weights = torch.load(path, map_location=device, weights_only=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+    except OSError as error:
         raise ValueError(
-            f"{path} cannot be read as a model file ({error}): give a run's model.pt".replace("\n", " ")
+            f"{path} cannot be read ({error.strerror or error}): give a run's model.pt"
+        ) from error
+    except Exception as error:  # torch.load raises whatever a foreign file leads it to
+        raise ValueError(
+            f"{path} is no model file ({type(error).__name__}): give a run's model.pt"
         ) from error
     model = initial_model(settings, workload, device)
     try:

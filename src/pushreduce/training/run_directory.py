@@ -6,20 +6,23 @@ Owns where things lie and who makes the directory. Does not own what the files c
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 from pushreduce.communication.base import Communicator
 from pushreduce.settings import Settings
 from pushreduce.settings_file import to_yaml
 from pushreduce.training.agreement import agree_with_root
+
+_locks: list[TextIO] = []  # of this process's runs; closing one would give it up
 
 
 class RunDirectory:
@@ -113,6 +116,8 @@ def _settle(
         )
     try:
         token.unlink()
+        if not _lock(run_directory.path):
+            raise ValueError(f"{run_directory.path} is in use by another job: end that, or change --run-dir")
         if not settings.resume:
             run_directory.save_settings(settings)
     except OSError as error:
@@ -125,7 +130,21 @@ def _take_back(run_directory: RunDirectory, settings: Settings, token: Path, is_
     if not settings.resume:
         run_directory.settings_yaml.unlink(missing_ok=True)
     if is_new:
-        run_directory.path.rmdir()
+        (run_directory.path / ".lock").unlink(missing_ok=True)
+        with suppress(OSError):  # another job has meanwhile put something there: it stays
+            run_directory.path.rmdir()
+
+
+def _lock(path: Path) -> bool:
+    """Takes the directory for this process until it ends, however it ends; False where another process has it."""
+    file = (path / ".lock").open("w")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.close()
+        return False
+    _locks.append(file)
+    return True
 
 
 def _unwritable(path: Path, error: OSError) -> ValueError:

@@ -84,6 +84,10 @@ class ImageFiles(ImageSplit):
                         )
                     skipped.append(self._paths[candidate])
                     continue
+                except OSError as error:
+                    return self._failed(
+                        f"{self._paths[candidate]}: {error.strerror}; put it back, or remove its name"
+                    )
                 images.append(
                     self._transform(image, None if request.words is None else int(request.words[i, 0]))
                 )

@@ -31,6 +31,7 @@ def compute_shard_sizes(num_samples: int, size: int, proportions: Sequence[float
     shares = np.asarray(proportions, dtype=np.float64)
     if not (np.isfinite(shares).all() and (shares > 0).all()):
         raise ValueError("--shard-proportions must be positive numbers")
+    shares /= shares.max()  # their sum might overflow
     exact = num_samples * (shares / shares.sum())
     sizes = np.floor(exact).astype(np.int64)
     largest_remainders = np.argsort(sizes - exact, kind="stable")[: num_samples - int(sizes.sum())]
@@ -39,6 +40,7 @@ def compute_shard_sizes(num_samples: int, size: int, proportions: Sequence[float
         raise ValueError(
             f"--shard-proportions leave rank {int(sizes.argmin())} without a sample; make them less unequal"
         )
+    assert sizes.sum() == num_samples
     return [int(s) for s in sizes]
 
 
