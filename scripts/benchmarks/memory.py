@@ -21,7 +21,7 @@ from torch import nn
 from pushreduce.algorithms import LASGD, Algorithm, AllReduceSGD
 from pushreduce.communication import startup
 from pushreduce.settings import DataSettings
-from pushreduce.training.evaluate import OwnModel, evaluate
+from pushreduce.training.evaluate import evaluate
 from pushreduce.training.schedule import build_optimizer
 from pushreduce.workloads.base import Workload
 from pushreduce.workloads.images import ImageClassification
@@ -84,7 +84,9 @@ def main() -> None:
     communicator.barrier()
     if algorithm is not None:
         reset_peak()
-        evaluate(algorithm, workload, OwnModel(algorithm, workload), batch_norm="mean")
+        own = algorithm.parameters.new_payload()
+        algorithm.parameters.copy_to(own)
+        evaluate(algorithm, workload, own, batch_norm="mean")
         peaks["evaluation"] = resident_bytes("VmHWM") - before
     model_bytes = sum(p.nbytes for p in model.parameters())
     all_peaks = communicator.allgather(peaks)
