@@ -76,7 +76,15 @@ def trained(request, train_once) -> Trained:
 
 def test_run_directory_holds_what_the_design_lists_and_nothing_else(trained):
     directory, num_ranks, _ = trained
-    expected = {"settings.yaml", "environment.json", "log.txt", "tensorboard", "checkpoints", "model.pt", ".lock"}
+    expected = {
+        "settings.yaml",
+        "environment.json",
+        "log.txt",
+        "tensorboard",
+        "checkpoints",
+        "model.pt",
+        ".lock",
+    }
     expected |= {"summary.json", "curves.png"} | {f"metrics.rank{rank}.jsonl" for rank in range(num_ranks)}
     assert {path.name for path in directory.iterdir()} == expected
     assert (directory / "curves.png").read_bytes().startswith(b"\x89PNG")
