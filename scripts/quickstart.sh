@@ -10,7 +10,7 @@ source "$root/scripts/environment.sh"
 enter_environment "$root/.venv"
 cd "$root"
 run=runs/quickstart-$(date +%Y%m%d-%H%M%S)
-horovodrun -np 4 python src/train.py --run-dir "$run"
+mpirun -np 4 python src/train.py --run-dir "$run"
 echo
 echo "run       $root/$run"
 echo "picture   $root/$run/curves.png"

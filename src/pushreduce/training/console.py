@@ -31,7 +31,9 @@ class _BesideProgressBar(logging.StreamHandler):
     """Writes lines above a progress bar that is on display."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
+        with tqdm.external_write_mode(file=sys.stderr):
+            sys.stderr.write(self.format(record) + "\n")  # at once: launchers label every piece that they get
+            sys.stderr.flush()
 
 
 def open_log(run_directory: RunDirectory, communicator: Communicator) -> None:

@@ -108,7 +108,8 @@ class ProgressBar:
             postfix=self._postfix(),
             bar_format=_LINE_FORMAT,
         )
-        print(line, file=self._stream, flush=True)
+        self._stream.write(line + "\n")  # at once: launchers label every piece that they get
+        self._stream.flush()
 
     def _postfix(self) -> str:
         parts = []

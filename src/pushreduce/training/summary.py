@@ -145,15 +145,15 @@ def print_summary(summary: Summary, stream: TextIO | None = None) -> None:
     stream = stream or sys.stdout
     rows = [(label, _format(form, summary.get(key))) for key, label, form in _ROWS if key in summary]
     width = max(len(label) for label, _ in rows)
-    print(file=stream)
-    for label, value in rows:
-        print(f"  {label:<{width}}  {value}", file=stream)
-    print(f"\n  {'one iteration, ms':<{width}}  {'median':>9} {'mean':>9}", file=stream)
+    lines = ["", *(f"  {label:<{width}}  {value}" for label, value in rows)]
+    lines += ["", f"  {'one iteration, ms':<{width}}  {'median':>9} {'mean':>9}"]
     for name in ("iteration", *PHASES):
         label = "total" if name == "iteration" else "  " + name.replace("_", " ")
         middle, mean = (_format("{:.2f}", summary.get(f"{name}_ms_{which}")) for which in ("median", "mean"))
-        print(f"  {label:<{width}}  {middle:>9} {mean:>9}", file=stream)
-    print(f"  (without the first {summary['warm_up_steps']} steps and the evaluations)\n", file=stream)
+        lines.append(f"  {label:<{width}}  {middle:>9} {mean:>9}")
+    lines += [f"  (without the first {summary['warm_up_steps']} steps and the evaluations)", "", ""]
+    stream.write("\n".join(lines))  # at once: horovodrun puts the rank before every piece that it gets
+    stream.flush()
 
 
 def _format(form: str, value: Any) -> str:
