@@ -60,19 +60,24 @@ def test_ends_within_a_global_batch_of_its_epochs(tmp_path, tau_max, slow):
     assert samples.pop() > 800 - 32
 
 
-@pytest.mark.parametrize("algorithm", ["allreduce", "lasgd"])
-def test_evaluates_the_final_model_on_every_validation_image_once(tmp_path, algorithm):
-    settings = with_run_dir(tmp_path, algorithm=algorithm)
-    train(SimulatedCluster(3), settings)
+def last_evaluation_and_score_alone(settings: Settings) -> tuple[dict, dict]:
+    """The run's last evaluation, and the sums of its `model.pt` over the whole validation set, on one rank."""
     run = Path(settings.run_dir)
-    last = [record for record in read_records(run / "metrics.rank0.jsonl") if record["kind"] == "evaluation"][
-        -1
-    ]
+    evaluations = [r for r in read_records(run / "metrics.rank0.jsonl") if r["kind"] == "evaluation"]
     alone = build_workload(settings.data, seed=0, rank=0, size=1)
     model = alone.build_model()
     model.load_state_dict(torch.load(run / "model.pt", weights_only=True))
     sums, _ = score(model, alone)
-    assert sums["num_samples"] == alone.num_validation_samples == 100
+    assert sums["num_samples"] == alone.num_validation_samples
+    return evaluations[-1], sums
+
+
+@pytest.mark.parametrize("algorithm", ["allreduce", "lasgd"])
+def test_evaluates_the_final_model_on_every_validation_image_once(tmp_path, algorithm):
+    settings = with_run_dir(tmp_path, algorithm=algorithm)
+    train(SimulatedCluster(3), settings)
+    last, sums = last_evaluation_and_score_alone(settings)
+    assert sums["num_samples"] == 100
     assert last["top1_percent"] == pytest.approx(100 * sums["num_correct"] / sums["num_samples"])
     assert last["validation_loss"] == pytest.approx(sums["loss_sum"] / sums["num_samples"], rel=1e-5)
 
@@ -108,14 +113,7 @@ def test_batch_norm_reestimated_scores_like_the_saved_model(tmp_path):
     training = TrainingSettings(epochs=1.0, checkpoint_every_epochs=1.0, batch_norm="reestimate")
     settings = with_run_dir(tmp_path, data=data, training=training)
     train(SimulatedCluster(2), settings)
-    run = Path(settings.run_dir)
-    last = [record for record in read_records(run / "metrics.rank0.jsonl") if record["kind"] == "evaluation"][
-        -1
-    ]
-    alone = build_workload(settings.data, seed=0, rank=0, size=1)
-    model = alone.build_model()
-    model.load_state_dict(torch.load(run / "model.pt", weights_only=True))
-    sums, _ = score(model, alone)
+    last, sums = last_evaluation_and_score_alone(settings)
     assert last["validation_loss"] == pytest.approx(sums["loss_sum"] / sums["num_samples"], rel=1e-4)
 
 

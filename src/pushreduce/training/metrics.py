@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from pushreduce.training.run_directory import atomic_file
 
 Record = dict[str, Any]
 
@@ -204,14 +205,10 @@ def _decode(line: bytes) -> Record:
 def _keep_until(path: Path, step: int) -> None:
     if not path.exists():
         return
-    kept = path.with_name(path.name + ".tmp")
-    with path.open("rb") as old, kept.open("wb") as new:
+    with path.open("rb") as old, atomic_file(path) as new:
         for line, record in _whole_lines(old, path):
             if record["step"] <= step:
                 new.write(line.rstrip(b"\n") + b"\n")
-        new.flush()
-        os.fsync(new.fileno())
-    os.replace(kept, path)
 
 
 def _finite(value: Any) -> Any:
