@@ -41,8 +41,11 @@ class AllReduceSGD(Algorithm):
         self._handles: dict[int, Handle] = {}
         self._accumulating = False
         self._round = 0
-        for index, parameter in enumerate(self._trainable):
-            parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._gradient_ready(index))
+        if communicator.size > 1:  # of one rank's gradients the mean is there already
+            for index, parameter in enumerate(self._trainable):
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, index=index: self._gradient_ready(index)
+                )
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -80,9 +83,7 @@ class AllReduceSGD(Algorithm):
     def _post(self, index: int) -> None:
         gradient = self._trainable[index].grad
         assert gradient is not None
-        average = (
-            gradient if self.communicator.size == 1 else self._averages[index]
-        )  # of one rank: nothing to copy
+        average = self._averages[index]
         if average is None or average.shape != gradient.shape or average.dtype != gradient.dtype:
             self._averages[index] = average = torch.empty_like(gradient)
         self._handles[index] = self.communicator.average_async(gradient, self._names[index], out=average)
@@ -99,13 +100,16 @@ class AllReduceSGD(Algorithm):
             tally = torch.tensor([*counts, *present, *rates], dtype=torch.float64)
             tally_handle = self.communicator.average_async(tally, "tally")
             for index, parameter in enumerate(self._trainable):
-                if index not in self._handles:
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                if index not in self._handles and self.communicator.size > 1:
                     self._post(index)
         with self._timed("blocked_seconds"):
             sums = [mean * self.communicator.size for mean in tally_handle.wait().tolist()]
-            averages = [self._handles.pop(index).wait() for index in range(len(self._trainable))]
+            if self.communicator.size > 1:
+                averages = [self._handles.pop(index).wait() for index in range(len(self._trainable))]
+            else:
+                averages = [gradient for p in self._trainable if (gradient := p.grad) is not None]
         samples, squares, num_contributing, num_finishing, num_stopping = map(round, sums[: len(counts)])
         any_present = [round(total) > 0 for total in sums[len(counts) : len(counts) + len(present)]]
         with self._timed("communication_seconds"), torch.no_grad():

@@ -45,7 +45,7 @@ class MetricsRecord:
         else:
             _keep_until(path, keep_until_step)
             self._file = path.open("a", encoding="ascii")
-        self._lines: list[str] = []
+        self._pending: list[Record] = []  # encoded many at a time: once a step it would find the caches cold
         self._last_flush = time.monotonic()
 
     def step(
@@ -143,10 +143,10 @@ class MetricsRecord:
 
     def flush(self) -> None:
         """Hands all lines to the operating system; call it before a checkpoint that a run may go on from."""
-        if self._lines:
-            self._file.write("\n".join(self._lines) + "\n")
+        if self._pending:
+            self._file.write("".join(f"{_encode(record)}\n" for record in self._pending))
             self._file.flush()
-            self._lines.clear()
+            self._pending.clear()
         self._last_flush = time.monotonic()
 
     def close(self) -> None:
@@ -156,12 +156,9 @@ class MetricsRecord:
             self._file.close()
 
     def _append(self, record: Record) -> Record:
-        try:
-            line = _encode(record)
-        except ValueError:  # JSON has no NaN and no infinity; looked for only here, since it costs time
-            record = {key: _finite(value) for key, value in record.items()}
-            line = _encode(record)
-        self._lines.append(line)
+        # JSON has no NaN and no infinity.
+        record = {key: _finite(value) for key, value in record.items()}
+        self._pending.append(record)
         return record
 
 

@@ -16,6 +16,8 @@ from pushreduce.training.tensorboard_view import TensorBoardView
 
 logger = logging.getLogger(__name__)
 
+_INTERVAL_SECONDS = 0.1  # between looks at the steps: code that runs once a step finds the caches cold
+
 
 class RunView:
     """Progress bar and TensorBoard of a run, fed with the records of rank 0."""
@@ -24,17 +26,21 @@ class RunView:
         self, settings: Settings, run_directory: RunDirectory, *, num_samples: int, resumed_from_samples: int
     ) -> None:
         self._settings = settings
+        self._unseen: list[dict[str, Any]] = []
         self._bar = ProgressBar(num_samples, initial_samples=resumed_from_samples)
         self._tensorboard = TensorBoardView(
             run_directory.tensorboard, purge_step=resumed_from_samples if settings.resume else None
         )
 
     def step(self, record: dict[str, Any]) -> None:
-        self._bar.step(record)
-        self._tensorboard.step(record)
+        """Takes note of a step; shows it if it is time to."""
+        self._unseen.append(record)
+        if record["wall_seconds"] - self._unseen[0]["wall_seconds"] >= _INTERVAL_SECONDS:
+            self._show_steps()
 
     def evaluation(self, record: dict[str, Any], predictions: tuple[Tensor, list[str]] | None) -> None:
         """Shows an evaluation; `predictions` are images and captions, as from `Workload.describe_predictions`."""
+        self._show_steps()
         self._bar.evaluation(record)
         names = ("epoch", "top1_percent", "validation_loss", "consensus_distance")
         logger.info(
@@ -47,6 +53,13 @@ class RunView:
             self._tensorboard.predictions(images, captions, record["samples"])
 
     def close(self, final_metrics: dict[str, Any]) -> None:
+        self._show_steps()
         self._bar.close()
         numbers = {name: value for name, value in final_metrics.items() if isinstance(value, (int, float))}
         self._tensorboard.close(asdict(self._settings), numbers)
+
+    def _show_steps(self) -> None:
+        for record in self._unseen:
+            self._bar.step(record)
+            self._tensorboard.step(record)
+        self._unseen.clear()
