@@ -6,11 +6,15 @@ Two classes fulfil it: `horovod_mpi.HorovodMPI` (real and emulated clusters) and
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 import torch
+
+from pushreduce.communication.mailbox import Mailbox
+from pushreduce.communication.topology import Topology
 
 
 class Clock(Protocol):
@@ -72,8 +76,20 @@ class Communicator(ABC):
         """Returns when every rank has entered."""
 
     @abstractmethod
-    def wait_until(self, predicate: Callable[[], bool]) -> None:
-        """Blocks until `predicate()` is true; signals and aborts can enter."""
+    def wait_until(self, predicate: Callable[[], bool], timeout_seconds: float = math.inf) -> bool:
+        """Blocks until `predicate()` is true or the time is over; signals and aborts can enter.
+
+        Returns whether the predicate is true.
+        """
+
+    @abstractmethod
+    def open_mailbox(self, topology: Topology, *, num_payload_bytes: int, num_slot_rounds: int) -> Mailbox:
+        """A mailbox over all ranks; collective. It is freed at the end of the process, or by its `free()`.
+
+        Raises:
+            ValueError: on all ranks alike, where windows cannot be made or do not keep what is put into them; with
+                the MPI, the transport and the remedy.
+        """
 
     @abstractmethod
     def abort(self, message: str, exit_code: int = 1) -> NoReturn:

@@ -6,6 +6,7 @@ Horovod's own `synchronize` sleeps inside C++, where Python's signal handlers ca
 
 from __future__ import annotations
 
+import math
 import pickle
 import time
 from collections.abc import Callable
@@ -20,7 +21,9 @@ from horovod.torch.mpi_ops import _allreduce_async
 
 from pushreduce.communication import startup
 from pushreduce.communication.base import Clock, Communicator, Handle
+from pushreduce.communication.mailbox import Mailbox
 from pushreduce.communication.mpi_settings import SEGMENT_BYTES
+from pushreduce.communication.topology import Topology
 
 mpi4py.rc.initialize = False  # `startup.py` starts MPI, with what it needs in the environment
 from mpi4py import MPI  # noqa: E402
@@ -88,11 +91,18 @@ class HorovodMPI(Communicator):
     def barrier(self) -> None:
         self._complete(self._world.Ibarrier())
 
-    def wait_until(self, predicate: Callable[[], bool]) -> None:
+    def wait_until(self, predicate: Callable[[], bool], timeout_seconds: float = math.inf) -> bool:
+        deadline = self.clock.now() + timeout_seconds
         pause = _SHORTEST_PAUSE_SECONDS
         while not predicate():
+            if self.clock.now() >= deadline:
+                return False
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        return True
+
+    def open_mailbox(self, topology: Topology, *, num_payload_bytes: int, num_slot_rounds: int) -> Mailbox:
+        raise NotImplementedError
 
     def abort(self, message: str, exit_code: int = 1) -> NoReturn:
         startup.abort(message, exit_code)

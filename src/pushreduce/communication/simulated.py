@@ -7,6 +7,7 @@ the network (`average_seconds` is given).
 
 from __future__ import annotations
 
+import math
 import pickle
 import sys
 from collections import Counter
@@ -17,6 +18,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from pushreduce.communication.base import Communicator
+from pushreduce.communication.mailbox import Mailbox
+from pushreduce.communication.topology import Topology
 from pushreduce.communication.virtual_time import Deadlock, Scheduler
 
 __all__ = ["Aborted", "Deadlock", "SimulatedCluster", "SimulatedCommunicator"]
@@ -138,12 +141,15 @@ class SimulatedCommunicator(Communicator):
     def barrier(self) -> None:
         self._collective("barrier", None, 0)
 
-    def wait_until(self, predicate: Callable[[], bool]) -> None:
+    def wait_until(self, predicate: Callable[[], bool], timeout_seconds: float = math.inf) -> bool:
         """See the contract. The predicate is evaluated whenever anything has happened, not as time passes.
 
         It may ask `done()`; it must neither communicate nor sleep.
         """
-        self._exchange.scheduler.wait_until(predicate)
+        return self._exchange.scheduler.wait_until(predicate, timeout_seconds)
+
+    def open_mailbox(self, topology: Topology, *, num_payload_bytes: int, num_slot_rounds: int) -> Mailbox:
+        raise NotImplementedError
 
     def abort(self, message: str, exit_code: int = 1) -> NoReturn:
         """Ends the run, which raises `Aborted`; no rank can catch it."""

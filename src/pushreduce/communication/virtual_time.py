@@ -10,6 +10,7 @@ seed; the same seed gives the same interleaving.
 from __future__ import annotations
 
 import heapq
+import math
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -101,12 +102,20 @@ class Scheduler:
         self._waiting[self.running_rank()] = description
         self._pause()
 
-    def wait_until(self, predicate: Callable[[], bool]) -> None:
-        """Waits until `predicate()`, evaluated after every event in the scheduler's greenlet. Ranks only."""
-        rank = self.running_rank()
+    def wait_until(self, predicate: Callable[[], bool], timeout_seconds: float = math.inf) -> bool:
+        """Waits until `predicate()`, evaluated after every event in the scheduler's greenlet. Ranks only.
+
+        Returns whether it is true; False once `timeout_seconds` are over.
+        """
+        rank, deadline = self.running_rank(), self.now + timeout_seconds
+        if timeout_seconds < math.inf:
+            self.at(deadline, lambda: None)  # an event, after which the predicates are evaluated
         while not predicate():
-            self._predicates[rank] = predicate
+            if self.now >= deadline:
+                return False
+            self._predicates[rank] = lambda: self.now >= deadline or predicate()
             self.wait(lambda: f"wait_until({getattr(predicate, '__qualname__', predicate)})")
+        return True
 
     def wake(self, rank: int) -> None:
         """Lets a waiting rank go on, now."""
