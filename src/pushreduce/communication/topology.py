@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 class Topology(ABC):
     """A directed graph over `size` ranks that may change with the round; the same on all ranks.
 
-    No self-loops, and no rank twice in a list. In every round j is an out-neighbour of i exactly if i is an in-neighbour
-    of j.
+    No self-loops, and no rank twice in a list. In every round j is an out-neighbour of i exactly if i is an
+    in-neighbour of j.
     """
 
     size: int
