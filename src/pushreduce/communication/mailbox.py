@@ -99,6 +99,7 @@ class Mailbox(ABC):
     ) -> bool:
         """Waits until the slot of `round` at `to` may be written, receiving meanwhile. Returns whether it may.
 
+        Receives only what earlier rounds sent: X(k+1) = P(k) X(k) wants a round's messages in no message of that round.
         Scale what you send only afterwards: while this waits, `apply` is called with what has arrived. False (after
         `patience_seconds`): keep the mass, and call `skip`.
         """
@@ -106,7 +107,7 @@ class Mailbox(ABC):
         assert self.rank in self.topology.in_neighbours(to, round_number), (
             f"round {round_number} sends nothing to {to}"
         )
-        self.receive(round_number, apply)
+        self.receive(round_number - 1, apply)
         if self._is_granted(round_number, to):
             return True
 
@@ -114,7 +115,7 @@ class Mailbox(ABC):
             return self._is_granted(round_number, to) or self.has_news()
 
         while self._wait_until(granted_or_news, patience_seconds):
-            self.receive(round_number, apply)
+            self.receive(round_number - 1, apply)
             if self._is_granted(round_number, to):
                 return True
         return False
