@@ -177,16 +177,12 @@ def test_mass_is_conserved_and_no_message_is_late(run):
 
 
 @settings(deadline=None, max_examples=10)
-@given(
-    st.integers(2, 8), st.integers(0, 3), st.integers(0, 2**32), st.sampled_from([WAIT, 1e-1]), st.booleans()
-)
-def test_consensus(size, tau, seed, patience_seconds, one_slow_rank):
-    num_rounds = [150] * size
-    if one_slow_rank:
-        num_rounds[0] = 20  # and 130 idle rounds, which it hurries through
-    run = Run(build_topology("exponential", size), tau, patience_seconds, tuple(num_rounds), seed)
-    start, x, w = run.push_sum()
-    assert np.abs(x / w[:, None] - start.mean(axis=0)).max() < 1e-3
+@given(st.integers(2, 8), st.integers(0, 3), st.integers(0, 2**32), st.booleans())
+def test_consensus(size, tau, seed, one_idle_rank):
+    # With patience there is no such bound: all mass can gather at the fastest rank, whose receivers are always late.
+    num_rounds = (20 if one_idle_rank else 150, *[150] * (size - 1))
+    start, x, w = Run(build_topology("exponential", size), tau, WAIT, num_rounds, seed).push_sum()
+    assert np.abs(x / w[:, None] - start.mean(axis=0)).max() < 1e-6
 
 
 @settings(deadline=None, max_examples=30)
