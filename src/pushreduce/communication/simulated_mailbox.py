@@ -130,7 +130,7 @@ class SimulatedMailbox(Mailbox):
         receiver = self._mailboxes[to]
         unread, expected = receiver._unread(slot), int(receiver._expected[slot])
         # A receiver that has not begun may have `begin_at` before it.
-        if unread is not None or (receiver._own_round >= 0 and expected != round_number):
+        if unread is not None or (receiver._own_round >= receiver._first_round and expected != round_number):
             holds = f"holds round {unread}, unread" if unread is not None else f"awaits round {expected}"
             raise AssertionError(
                 f"rank {self.rank} writes its message of round {round_number} into a slot of rank {to} that {holds}"
