@@ -2,7 +2,8 @@
 parameters.
 
 Owns reading a run directory's trace, recomputing its gradients in float64, and the verdict. The algorithms
-are `global_view.py`'s and `push_sum_view.py`'s; batches, model and loss are the workload's own, which the oracle does not check.
+are `global_view.py`'s and `push_sum_view.py`'s; batches, model and loss are the workload's own, which the oracle
+does not check.
 
     scripts/replay runs/digits-lasgd
 """
