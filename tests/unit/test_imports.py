@@ -57,11 +57,11 @@ def test_algorithms_know_neither_cluster_nor_clock(path: Path) -> None:
     assert not within(imported_by(path), *forbidden, "mpi4py", "horovod")
 
 
-def test_the_oracle_shares_only_topology_with_the_program() -> None:
-    for path in (PACKAGE / "simulation").glob("global_view.py"):
-        assert within(imported_by(path), "pushreduce") <= within(
-            imported_by(path), "pushreduce.communication.topology"
-        )
+@pytest.mark.parametrize("name", ["global_view", "push_sum_trace", "push_sum_view"])
+def test_the_oracle_shares_only_topology_with_the_program(name) -> None:
+    names = imported_by(PACKAGE / "simulation" / f"{name}.py")
+    oracle = (f"pushreduce.simulation.{module}" for module in ("global_view", "push_sum_trace"))
+    assert within(names, "pushreduce") <= within(names, "pushreduce.communication.topology", *oracle)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=relative)
