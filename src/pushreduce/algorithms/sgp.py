@@ -113,9 +113,11 @@ class SGP(Algorithm):
     def _take_round(self, num_samples: int) -> None:
         """Round k; with 0 samples one without a gradient, which only passes on what others wait for."""
         self._round += 1
+        is_averaged = self._round < self.settings.average_rounds
         if self.communicator.size == 1:
-            self._local_step(num_samples)
-        elif self._round < self.settings.average_rounds:
+            self._local_update()
+            self._record_step("average" if is_averaged else "step", num_samples)
+        elif is_averaged:
             self._average_round(num_samples)
         else:
             if num_samples > 0:
@@ -126,13 +128,11 @@ class SGP(Algorithm):
 
     def _local_step(self, num_samples: int) -> None:
         """x <- x + (z_after - z_before), as (x - z_before) + z_after: exact where w is 1. Never scaled by w."""
-        if self.communicator.size > 1:
-            with self._timed("communication_seconds"):
-                self.parameters.add_to(self._x, alpha=-1.0)
+        with self._timed("communication_seconds"):
+            self.parameters.add_to(self._x, alpha=-1.0)
         self._local_update()
-        if self.communicator.size > 1:
-            with self._timed("communication_seconds"):
-                self.parameters.add_to(self._x)
+        with self._timed("communication_seconds"):
+            self.parameters.add_to(self._x)
         self._record_step("step", num_samples)
 
     def _average_round(self, num_samples: int) -> None:
@@ -174,7 +174,7 @@ class SGP(Algorithm):
             round=self._round,
             sending_round=sending_round,
             to=reserved,
-            share=share if reserved else 0.0,
+            share=share,
         )
 
     def _reserve(self, sending_round: int, to: int) -> bool:
