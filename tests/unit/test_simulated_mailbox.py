@@ -9,38 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pushreduce.communication.mailbox import MailboxError
 from pushreduce.communication.simulated import Deadlock, SimulatedCluster
 from pushreduce.communication.simulated_mailbox import SimulatedMailbox
-from pushreduce.communication.topology import Topology
+from pushreduce.communication.topology import GRAPHS, Circulant, Topology, build_topology
 
 NUM_NUMBERS = 5
 WAIT = float("inf")
-
-
-class Hops(Topology):
-    """Every rank sends to those at the hops of the round, which come in turn; an empty turn is a round of silence."""
-
-    def __init__(self, size: int, hops_per_round: tuple[tuple[int, ...], ...]) -> None:
-        self.size = size
-        turns = [dict.fromkeys(hop % size for hop in hops if hop % size) for hops in hops_per_round]
-        self.hops_per_round = tuple(tuple(hops) for hops in turns)
-
-    @property
-    def max_in_degree(self) -> int:
-        return max(map(len, self.hops_per_round))
-
-    def out_neighbours(self, rank: int, round_number: int) -> tuple[int, ...]:
-        hops = self.hops_per_round[round_number % len(self.hops_per_round)]
-        return tuple((rank + hop) % self.size for hop in hops)
-
-    def in_neighbours(self, rank: int, round_number: int) -> tuple[int, ...]:
-        hops = self.hops_per_round[round_number % len(self.hops_per_round)]
-        return tuple((rank - hop) % self.size for hop in hops)
 
 
 class RandomGraphs(Topology):
@@ -67,10 +45,6 @@ class RandomGraphs(Topology):
 
     def in_neighbours(self, rank: int, round_number: int) -> tuple[int, ...]:
         return self.in_lists[round_number % len(self.in_lists)][rank]
-
-
-def exponential(size: int) -> Hops:
-    return Hops(size, tuple((2**k,) for k in range((size - 1).bit_length())))
 
 
 @dataclass
@@ -174,23 +148,16 @@ def runs(draw, topologies: Callable[[int], st.SearchStrategy[Topology]]) -> Run:
 
 
 def any_topology(size: int) -> st.SearchStrategy[Topology]:
-    hops = st.lists(st.integers(1, size - 1), max_size=3).map(tuple)
+    num_graphs, density = st.integers(1, 7), st.sampled_from([0.2, 0.5, 0.9])
     return st.one_of(
-        st.just(exponential(size)),
-        st.just(Hops(size, ((1, -1),))),
-        st.just(Hops(size, (tuple(range(1, size)),))),
-        st.lists(hops, min_size=1, max_size=5).filter(any).map(lambda turns: Hops(size, tuple(turns))),
-        st.builds(
-            RandomGraphs,
-            st.just(size),
-            st.integers(0, 2**32),
-            st.integers(1, 7),
-            st.sampled_from([0.2, 0.5, 0.9]),
-        ),
+        st.builds(build_topology, st.sampled_from(GRAPHS), st.just(size), seed=st.integers(0, 2**32)),
+        st.just(build_topology("exponential", size, num_peers=2)),
+        st.builds(build_topology, st.just("exponential"), st.just(size), two_peer_rounds=st.integers(1, 20)),
+        st.builds(RandomGraphs, st.just(size), st.integers(0, 2**32), num_graphs, density),
     )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=60)
 @given(runs(any_topology))
 def test_mass_is_conserved_and_no_message_is_late(run):
     start, x, w = run.push_sum()
@@ -217,22 +184,27 @@ def test_consensus(size, tau, seed, patience_seconds, one_slow_rank):
     num_rounds = [150] * size
     if one_slow_rank:
         num_rounds[0] = 20  # and 130 idle rounds, which it hurries through
-    run = Run(exponential(size), tau, patience_seconds, tuple(num_rounds), seed)
+    run = Run(build_topology("exponential", size), tau, patience_seconds, tuple(num_rounds), seed)
     start, x, w = run.push_sum()
-    assert np.abs(x / w[:, None] - start.mean(axis=0)).max() < 1e-9
+    assert np.abs(x / w[:, None] - start.mean(axis=0)).max() < 1e-3
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_the_exponential_graph_is_exact_after_log2_rounds(size):
-    start, x, w = Run(exponential(size), 0, WAIT, (size.bit_length() - 1,) * size, seed=1).push_sum()
-    assert np.allclose(x, start.mean(axis=0), rtol=0, atol=1e-14)
-    assert np.array_equal(w, np.ones(size))
+@settings(deadline=None, max_examples=30)
+@given(runs(any_topology))
+def test_without_delays_a_round_is_its_mixing_matrix(run):
+    """Above all: what a round brings is in nothing that the same round sends, however early it is there."""
+    run.tau, run.patience_seconds = 0, WAIT
+    start, x, w = run.push_sum()
+    expected = np.column_stack([start, np.ones(run.topology.size)])
+    for k in range(max(run.num_rounds_per_rank)):
+        expected = run.topology.mixing_matrix(run.first_round + k) @ expected
+    assert np.allclose(np.column_stack([x, w]), expected, rtol=0, atol=1e-12)
 
 
 def test_patience_decides_whether_mass_is_kept():
     num_applied = []
     for patience_seconds in (0.0, WAIT):
-        run = Run(exponential(4), 1, patience_seconds, (30,) * 4, seed=3, jitter=30.0)
+        run = Run(build_topology("exponential", 4), 1, patience_seconds, (30,) * 4, seed=3, jitter=30.0)
         run.push_sum()
         num_applied.append(run.num_applied)
     assert 0 < num_applied[0] < num_applied[1] == 4 * 30
@@ -243,7 +215,7 @@ def test_patience_decides_whether_mass_is_kept():
 
 # A slot's sender is another one in every turn, and there are two places, of which one is empty at times.
 MOVING = {
-    "topology": Hops(6, ((1, 2), (2,), (3, 5), (4, 1))),
+    "topology": Circulant(6, [(1, 2), (2,), (3, 5), (4, 1)]),
     "tau": 1,
     "patience_seconds": WAIT,
     "num_rounds_per_rank": (30,) * 6,
@@ -257,8 +229,9 @@ def any_seed_fails(error, match, **changes):
         try:
             Run(**MOVING | changes, seed=seed).push_sum()
         except error as found:
+            if match not in str(found):
+                raise
             caught += 1
-            assert match in str(found), found
     assert caught > 0
 
 
