@@ -50,7 +50,9 @@ def evaluate(
     batch_norm: str,
     stop_wanted: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
-    """Evaluates the consensus of all workers, and what each was before they were drained. Collective; drains.
+    """Evaluates the consensus of all workers, and what each was before they were drained. Collective.
+
+    Call it after `algorithm.finish()`, with no step in between.
 
     Args:
         own: payload with this worker's parameters before it entered `finish()`; overwritten.
@@ -62,7 +64,6 @@ def evaluate(
         EvaluationStoppedError: a rank's `stop_wanted` said so; the workers are as they were.
     """
     model, communicator = algorithm.model, algorithm.communicator
-    algorithm.finish()
     algorithm.parameters.swap(own)
     try:
         own_sums = agree(communicator, lambda: score(model, workload, stop_wanted)[0])
