@@ -283,6 +283,8 @@ def _check_optimizer(settings: Settings) -> None:
     optimizer = settings.optimizer
     if optimizer.optimizer == "sgd" and optimizer.nesterov and optimizer.momentum == 0:
         raise SettingsError("--nesterov needs a momentum: add --no-nesterov or set --momentum above 0")
+    if optimizer.schedule == "step" and not optimizer.decay_epochs:
+        raise SettingsError("--decay-epochs is empty: give an epoch or more, or take --schedule constant")
     if any(a >= b for a, b in zip(optimizer.decay_epochs, optimizer.decay_epochs[1:], strict=False)):
         raise SettingsError(f"--decay-epochs {optimizer.decay_epochs} must increase: put them in order")
     if optimizer.warmup_epochs > settings.training.epochs:

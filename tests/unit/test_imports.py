@@ -91,3 +91,24 @@ assert not heavy, heavy
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "--tau-max" in done.stdout
+
+
+def test_a_run_is_read_and_compared_without_torch_or_mpi() -> None:
+    """`scripts/compare` answers at once, also where a run's directory was copied to and torch is not."""
+    program = f"""
+import runpy, sys
+sys.path.insert(0, {str(PACKAGE.parent)!r})
+import pushreduce.training.curves
+import pushreduce.training.summary
+import pushreduce.training.metrics
+sys.argv = ["compare", "--help"]
+try:
+    runpy.run_path({str(PACKAGE.parents[1] / "scripts" / "compare")!r}, run_name="__main__")
+except SystemExit as ending:
+    assert ending.code == 0
+heavy = {{"torch", "torchvision", "mpi4py", "horovod"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--output" in done.stdout

@@ -8,7 +8,6 @@ Horizontal axes: global samples ("images"), except for tags that end in "by wall
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pushreduce.training.atomic_file import atomic_file
 from pushreduce.training.metrics import Record
 from pushreduce.training.summary import PHASES
 
@@ -215,8 +215,7 @@ def _cut_events(path: Path, samples: int) -> None:
     from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
     from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
-    kept = path.with_name("cut." + path.name + ".tmp")
-    with kept.open("wb") as file:
+    with atomic_file(path) as file:
         writer = RecordWriter(file)
         for raw in RawEventFileLoader(str(path)).Load():
             event = Event.FromString(raw)
@@ -226,7 +225,6 @@ def _cut_events(path: Path, samples: int) -> None:
             # The earlier end of the run is none any more.
             if not any(tag.startswith(("_hparams_/", "summary/")) for tag in tags):
                 writer.write(raw)
-    os.replace(kept, path)
 
 
 def _draw_grid(images: np.ndarray, captions: Sequence[str]) -> np.ndarray:
