@@ -8,9 +8,10 @@ into the receiver's counter, by an atomic Accumulate; Flush. The main thread iss
 rest while the main thread computes. Between hosts a put needs the target to enter MPI now and then: Horovod's
 background thread does, and so does every wait here.
 
-Rules that MPI implementations impose: `Win.Allocate` only (memory of one's own loses data on some), no atomics but on
-int64, both datatypes of an Accumulate named alike (MPICH refuses a mixture), upper-case calls only once the helper
-thread runs (pickled collectives beside a second thread can deadlock), windows unlocked before MPI's finalisation.
+Rules that implementations impose: `Win.Allocate` only (memory of one's own loses data on some), no atomics but on int64,
+both datatypes of an Accumulate named alike (MPICH refuses a mixture), windows unlocked before MPI's finalisation. And
+mpi4py's upper-case calls only, in the program that has a mailbox, too: the first pickled collective on a communicator
+keeps the interpreter's lock until all ranks have come, and so keeps the helper thread from publishing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ mpi4py.rc.initialize = False  # whoever makes a mailbox has started MPI, with wh
 from mpi4py import MPI  # noqa: E402
 
 _ALIGNMENT_BYTES = 64
+_MAX_PROBLEM_BYTES = 400
 _OWED_PAUSE_SECONDS = 1e-3
 _COUNTER = MPI.INT64_T
 
@@ -75,7 +77,8 @@ class PushSumWindow(Mailbox):
         # MPI aligns to 8 or 16 bytes, differently on each rank.
         memory = np.frombuffer(self._slots.tomemory(), np.uint8)
         start = -memory.ctypes.data % _ALIGNMENT_BYTES
-        self._starts: list[int] = self._communicator.allgather(start)
+        self._starts = np.empty(topology.size, np.int64)
+        self._communicator.Allgather(np.array([start], np.int64), self._starts)
         self._memory = memory[start : start + num_slots * self.num_message_bytes].reshape(
             num_slot_rounds, self.num_places, self.num_message_bytes
         )
@@ -106,10 +109,11 @@ class PushSumWindow(Mailbox):
             else:
                 if windows[-1].model != MPI.WIN_UNIFIED:
                     problem = "windows hold two copies of their memory (they are not MPI_WIN_UNIFIED)"
-            # Pickled, which is safe here: the helper thread does not run yet.
-            problems = [each for each in self._communicator.allgather(problem) if each]
-            if problems:
-                raise ValueError(problems[0])
+            problems = np.empty(self._communicator.size, f"S{_MAX_PROBLEM_BYTES}")
+            own = np.array([problem.encode()], problems.dtype)
+            self._communicator.Allgather([own, MPI.BYTE], [problems, MPI.BYTE])
+            if any(problems):
+                raise ValueError(next(filter(None, problems)).decode(errors="replace"))
         return windows[0], windows[1]
 
     # -- the main thread -------------------------------------------------------------------------------------------
@@ -149,7 +153,7 @@ class PushSumWindow(Mailbox):
     def _put(self, buffer: Bytes, round_number: int, slots: _Slots) -> None:
         self._check_failure()
         for to, (s, p) in slots:
-            start = self._starts[to] + (s * self.num_places + p) * self.num_message_bytes
+            start = int(self._starts[to]) + (s * self.num_places + p) * self.num_message_bytes
             for part in self._put_ranges:
                 # In words: a count of bytes would not fit MPI's int from 2 GiB on.
                 words = (part.stop - part.start) // 8
