@@ -1,8 +1,8 @@
 """A cluster inside one process, in virtual time: the second form of `Communicator`, and the tests' adversary.
 
 Owns how collectives match, what they compute, how long they take and when each rank sees their end. Does not
-own the order in which ranks run (`virtual_time.py`), how long a gradient takes (`clock.sleep`), or a model of
-the network (`average_seconds` is given).
+own the order in which ranks run (`virtual_time.py`), how long a gradient takes (`clock.sleep`), mailboxes
+(`simulated_mailbox.py`), or a model of the network (`average_seconds` and `put_seconds` are given).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from pushreduce.communication.base import Communicator
-from pushreduce.communication.mailbox import Mailbox
+from pushreduce.communication.simulated_mailbox import SimulatedMailbox
 from pushreduce.communication.topology import Topology
 from pushreduce.communication.virtual_time import Deadlock, Scheduler
 
@@ -50,8 +50,12 @@ class SimulatedCluster:
         ranks_per_host: ranks are dealt to hosts in blocks of this size (`local_rank`, `local_size`).
         average_seconds: (bytes of the buffer, ranks) -> seconds from the last rank's entry to the end, of
             every collective. Default: 0.1 ms.
+        put_seconds: (bytes, ranks) -> seconds until a message of a mailbox has left its sender and is at its
+            receiver; after it a counter of 8 bytes takes its own time. Messages do not slow each other down.
+            Default: 0.1 ms.
         jitter: a rank sees the end after average_seconds x (1 + jitter x (E + E_rank)), with E (one an
-            operation) and E_rank (one an operation and rank) exponential of mean 1. 0: exact times.
+            operation) and E_rank (one an operation and rank) exponential of mean 1; a put takes put_seconds x
+            (1 + jitter x E). 0: exact times.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class SimulatedCluster:
         seed: int = 0,
         ranks_per_host: int = 1,
         average_seconds: Callable[[int, int], float] | None = None,
+        put_seconds: Callable[[int, int], float] | None = None,
         jitter: float = 0.0,
     ) -> None:
         if num_ranks < 1 or ranks_per_host < 1 or jitter < 0:
@@ -70,6 +75,7 @@ class SimulatedCluster:
         self.num_ranks, self.ranks_per_host = num_ranks, ranks_per_host
         self.seed, self.jitter = seed, jitter
         self.average_seconds = average_seconds or (lambda num_bytes, size: 1e-4)
+        self.put_seconds = put_seconds or (lambda num_bytes, size: 1e-4)
 
     def run(self, body: Callable[[SimulatedCommunicator], T]) -> list[T]:
         """Runs `body(communicator)` on every rank to its end; another call repeats the interleaving.
@@ -148,8 +154,21 @@ class SimulatedCommunicator(Communicator):
         """
         return self._exchange.scheduler.wait_until(predicate, timeout_seconds)
 
-    def open_mailbox(self, topology: Topology, *, num_payload_bytes: int, num_slot_rounds: int) -> Mailbox:
-        raise NotImplementedError
+    def open_mailbox(
+        self, topology: Topology, *, num_payload_bytes: int, num_slot_rounds: int
+    ) -> SimulatedMailbox:
+        mailbox = SimulatedMailbox(
+            self.rank,
+            topology,
+            num_payload_bytes=num_payload_bytes,
+            num_slot_rounds=num_slot_rounds,
+            scheduler=self._exchange.scheduler,
+            delay_seconds=self._exchange.put_delay_seconds,
+            barrier=self.barrier,
+        )
+        kind = f"open_mailbox({num_payload_bytes=}, {num_slot_rounds=})"
+        mailbox.connect(self._collective(kind, mailbox, 0))
+        return mailbox
 
     def abort(self, message: str, exit_code: int = 1) -> NoReturn:
         """Ends the run, which raises `Aborted`; no rank can catch it."""
@@ -292,6 +311,10 @@ class _Exchange:
                 scheduler.at(end_seconds, partial(self._show_end, meeting, each))
             self._num_ends_to_come += size
         return meeting
+
+    def put_delay_seconds(self, num_bytes: int) -> float:
+        jitter = self.cluster.jitter * self.scheduler.random.expovariate(1.0)
+        return self.cluster.put_seconds(num_bytes, self.cluster.num_ranks) * (1.0 + jitter)
 
     def wait(self, rank: int, meeting: _Meeting) -> None:
         if rank not in meeting.seen_by:

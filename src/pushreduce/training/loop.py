@@ -117,7 +117,7 @@ class TrainingLoop:
                         if self.stop_signal() is not None:
                             self.algorithm.request_stop()
                 own = self._own_parameters() if "evaluate" in self.milestones.next_actions else None
-                with self._on_the_clock():
+                with self._on_the_clock(), self._non_finite_aborts():
                     self.algorithm.finish()
                 self._refuse_non_finite()
                 if progress.stop_requested:
@@ -154,7 +154,8 @@ class TrainingLoop:
         computed = clock.now()
         in_backward = stats.communication_seconds - before[1]  # SGD-AR posts from inside backward()
         elsewhere = in_backward + self._loading_seconds  # loading is the loop's own, no part of compute
-        self.algorithm.step(num_samples)
+        with self._non_finite_aborts():
+            self.algorithm.step(num_samples)
         self.num_steps += 1
         record = self.record.step(
             step=self.num_steps,
@@ -208,6 +209,14 @@ class TrainingLoop:
         if not self.algorithm.parameters.are_finite():
             self._abort_diverged(f"the parameters are not finite after step {self.num_steps}")
 
+    @contextmanager
+    def _non_finite_aborts(self) -> Iterator[None]:
+        """An algorithm that receives, or would send, weights that are not finite says so."""
+        try:
+            yield
+        except FloatingPointError as error:
+            self._abort_diverged(str(error))
+
     def _abort_diverged(self, what: str) -> NoReturn:
         self._abort(
             f"{what}: lower --base-lr, add --warmup-epochs or --max-grad-norm "
@@ -249,6 +258,7 @@ class TrainingLoop:
             top1_percent_by_rank=result.top1_percent_by_rank,
             consensus_distance=result.consensus_distance,
             steps_per_allreduce=dict(self.algorithm.stats.steps_per_allreduce),
+            staleness=dict(self.algorithm.stats.staleness),
         )
         if self.view:
             self.view.evaluation(record, result.predictions)
