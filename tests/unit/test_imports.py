@@ -57,6 +57,14 @@ def test_algorithms_know_neither_cluster_nor_clock(path: Path) -> None:
     assert not within(imported_by(path), *forbidden, "mpi4py", "horovod")
 
 
+@pytest.mark.parametrize("name", ["mailbox", "mailbox_check", "topology", "push_sum_window"])
+def test_the_mailbox_needs_neither_torch_nor_horovod(name: str) -> None:
+    names = imported_by(PACKAGE / "communication" / f"{name}.py")
+    assert not within(names, "torch", "horovod")
+    # Nor through another module of ours.
+    assert {each.split(".")[2] for each in within(names, "pushreduce")} <= {"mailbox", "topology"}
+
+
 def test_the_oracle_shares_only_topology_with_the_program() -> None:
     for path in (PACKAGE / "simulation").glob("global_view.py"):
         assert within(imported_by(path), "pushreduce") <= within(

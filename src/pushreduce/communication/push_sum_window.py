@@ -1,17 +1,17 @@
 """PushSum's mailbox over one-sided MPI: a message costs its receiver's main thread nothing until it is applied.
 
-Owns two windows (the slots, as bytes, and the counters, as int64), the send buffers, and one helper thread. Which slot a
-message takes and when is `mailbox.py`'s; whether MPI keeps its promises is found out by `mailbox_check.py`.
+Owns two windows (the slots, as bytes, and the counters, as int64), the send buffers, and one helper thread. Which slot
+a message takes and when is `mailbox.py`'s; whether MPI keeps its promises is found out by `mailbox_check.py`.
 
 A message is published in this order, since MPI orders nothing inside one put: Put of all of it; Flush; then its number
 into the receiver's counter, by an atomic Accumulate; Flush. The main thread issues the Put, the helper thread does the
 rest while the main thread computes. Between hosts a put needs the target to enter MPI now and then: Horovod's
 background thread does, and so does every wait here.
 
-Rules that implementations impose: `Win.Allocate` only (memory of one's own loses data on some), no atomics but on int64,
-both datatypes of an Accumulate named alike (MPICH refuses a mixture), windows unlocked before MPI's finalisation. And
-mpi4py's upper-case calls only, in the program that has a mailbox, too: the first pickled collective on a communicator
-keeps the interpreter's lock until all ranks have come, and so keeps the helper thread from publishing.
+Rules that implementations impose: `Win.Allocate` only (memory of one's own loses data on some), no atomics but on
+int64, both datatypes of an Accumulate named alike (MPICH refuses a mixture), windows unlocked before MPI's
+finalisation. And mpi4py's upper-case calls only, in the program that has a mailbox, too: the first pickled collective
+on a communicator keeps the interpreter's lock until all ranks have come, and the helper thread from publishing.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class PushSumWindow(Mailbox):
             num_slots + topology.size * num_slot_rounds,
         )
         # MPI aligns to 8 or 16 bytes, differently on each rank.
-        memory = np.frombuffer(self._slots.tomemory(), np.uint8)
+        memory = np.asarray(self._slots.tomemory())
         start = -memory.ctypes.data % _ALIGNMENT_BYTES
         self._starts = np.empty(topology.size, np.int64)
         self._communicator.Allgather(np.array([start], np.int64), self._starts)
         self._memory = memory[start : start + num_slots * self.num_message_bytes].reshape(
             num_slot_rounds, self.num_places, self.num_message_bytes
         )
-        counters = np.frombuffer(self._counters.tomemory(), np.int64)
+        counters = np.asarray(self._counters.tomemory()).view(np.int64)
         self._arrived = counters[:num_slots].reshape(num_slot_rounds, self.num_places)
         self._granted = counters[num_slots:].reshape(topology.size, num_slot_rounds)
         self._put_ranges = [slice(0, self.num_message_bytes)]
@@ -90,7 +90,9 @@ class PushSumWindow(Mailbox):
         self._num_buffers = 0
         self._free_buffers: deque[Bytes] = deque()
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        self._num_jobs = self._num_jobs_done = 0  # the main thread counts the one, the helper thread the other
+        self._num_jobs = self._num_jobs_done = (
+            0  # the main thread counts the one, the helper thread the other
+        )
         self._failure: BaseException | None = None
         self._slots.Lock_all(MPI.MODE_NOCHECK)  # nobody locks exclusively
         self._counters.Lock_all(MPI.MODE_NOCHECK)
@@ -121,8 +123,7 @@ class PushSumWindow(Mailbox):
     def restart(self) -> None:
         """Back to a mailbox that has not been used; collective. All that was sent has been received."""
         self._check_open()
-        self._drain()
-        self._complete(self._communicator.Ibarrier())
+        self._meet()
         self._zero_counters()
         self._put_ranges = [slice(0, self.num_message_bytes)]
         self._own_round = -1
@@ -134,11 +135,6 @@ class PushSumWindow(Mailbox):
             end = self.num_message_bytes
             self._put_ranges = [slice(0, num_bytes), slice(end - num_bytes, end)]
 
-    def is_idle(self) -> bool:
-        """Whether all that this rank has sent has arrived."""
-        self._check_failure()
-        return self._num_jobs_done == self._num_jobs
-
     def _slot_memory(self, s: int, p: int) -> Bytes:
         return self._memory[s, p]
 
@@ -147,7 +143,12 @@ class PushSumWindow(Mailbox):
             if self._num_buffers < self.num_slot_rounds:
                 self._num_buffers += 1
                 return _aligned(self.num_message_bytes)
-            self._wait_until(lambda: self._check_failure() or bool(self._free_buffers), math.inf)
+
+            def is_free() -> bool:
+                self._check_failure()
+                return bool(self._free_buffers)
+
+            self._wait_until(is_free, math.inf)
         return self._free_buffers.popleft()
 
     def _put(self, buffer: Bytes, round_number: int, slots: _Slots) -> None:
@@ -157,9 +158,7 @@ class PushSumWindow(Mailbox):
             for part in self._put_ranges:
                 # In words: a count of bytes would not fit MPI's int from 2 GiB on.
                 words = (part.stop - part.start) // 8
-                self._slots.Put(
-                    [buffer[part], words, _COUNTER], to, (start + part.start, words, _COUNTER)
-                )
+                self._slots.Put([buffer[part], words, _COUNTER], to, (start + part.start, words, _COUNTER))
         self._post((self._publish, (buffer, round_number, slots)))
 
     def _publish_empty(self, round_number: int, to: int, slot: tuple[int, int]) -> None:
@@ -183,10 +182,9 @@ class PushSumWindow(Mailbox):
         return int(self._granted[receiver, s])
 
     def _free(self) -> None:
-        self._drain()
+        self._meet()
         self._jobs.put(None)
         self._helper.join()
-        self._complete(self._communicator.Ibarrier())
         # numpy's views of the memory end with it.
         del self._memory, self._arrived, self._granted
         for window in (self._counters, self._slots):
@@ -194,12 +192,20 @@ class PushSumWindow(Mailbox):
             window.Free()
         self._communicator.Free()
 
-    def _drain(self) -> None:
-        self._wait_until(self._is_idle_after_progress, math.inf)
+    def _meet(self) -> None:
+        """Returns when all ranks have come and this rank's messages have arrived.
 
-    def _is_idle_after_progress(self) -> bool:
-        self._communicator.Iprobe()
-        return self.is_idle()
+        In this order: until all have come, others may still need the empty messages that this rank owes them. Whoever
+        owes one afterwards (the program ends early) keeps it.
+        """
+        self._complete(self._communicator.Ibarrier())
+
+        def is_idle() -> bool:
+            self._check_failure()
+            self._communicator.Iprobe()  # progress: another rank may be flushing
+            return self._num_jobs_done == self._num_jobs
+
+        self._wait_until(is_idle, math.inf)
 
     def _zero_counters(self) -> None:
         """All counters 0 on all ranks; collective. Nothing is under way."""
@@ -254,7 +260,7 @@ class PushSumWindow(Mailbox):
         self._communicator.Iprobe()
         still_owed = []
         for round_number, to, (s, p) in owed:
-            if self._is_granted(round_number, to):
+            if self.is_granted(round_number, to):
                 self._set_counter(to, s * self.num_places + p, -(round_number + 1))
             else:
                 still_owed.append((round_number, to, (s, p)))
