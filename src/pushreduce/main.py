@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _run(settings: Settings, communicator: Communicator) -> int:
+    from pushreduce.communication.environment import describe_environment
     from pushreduce.training import console
     from pushreduce.training.agreement import agree, agree_with_root, build_on_all
     from pushreduce.training.loop import TrainingLoop
@@ -66,7 +67,7 @@ def _run(settings: Settings, communicator: Communicator) -> int:
         communicator,
         lambda: TrainingLoop(settings, communicator, workload, model, run_directory, device, stop_signal),
     )
-    environment = communicator.allgather(startup.describe_environment())
+    environment = communicator.allgather(describe_environment(communicator.size))
     agree_with_root(communicator, lambda: console.announce(settings, loop, environment))
     ended = loop.run()
     num_skipped = sum(communicator.allgather(workload.num_skipped))

@@ -64,6 +64,14 @@ def test_the_oracle_shares_only_topology_with_the_program(name) -> None:
     assert within(names, "pushreduce") <= within(names, "pushreduce.communication.topology", *oracle)
 
 
+@pytest.mark.parametrize("name", ["mailbox", "mailbox_check", "topology", "push_sum_window"])
+def test_the_mailbox_needs_neither_torch_nor_horovod(name: str) -> None:
+    names = imported_by(PACKAGE / "communication" / f"{name}.py")
+    assert not within(names, "torch", "horovod")
+    # Nor through another module of ours.
+    assert {each.split(".")[2] for each in within(names, "pushreduce")} <= {"mailbox", "topology"}
+
+
 @pytest.mark.parametrize("path", MODULES, ids=relative)
 def test_modules_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_NUM_LINES

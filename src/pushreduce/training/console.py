@@ -54,7 +54,7 @@ def announce(settings: Settings, loop: TrainingLoop, environment: list[dict[str,
     """The run on disk and in a few lines, before its first step; from then on `loop` is shown. On rank 0.
 
     Args:
-        environment: of every rank, as from `startup.describe_environment`.
+        environment: of every rank, as from `describe_environment`.
     """
     run_directory = loop.run_directory
     run_directory.save_settings(settings)  # of a resumed run, with the options given now
