@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
-AlgorithmName = Literal["allreduce", "lasgd"]
+AlgorithmName = Literal["allreduce", "lasgd", "sgp"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,28 @@ class LASGDSettings:
     """Share of the distance to the centre z that a worker moves at a synchronisation (equation 6)."""
     elastic_beta: float = 1.0
     """Share of the new mean in the centre z (equation 4); below 1 the centre remembers."""
+
+
+@dataclass(frozen=True)
+class SGPSettings:
+    """Stochastic Gradient Push (used by `--algorithm sgp` only)."""
+
+    tau: int = 0
+    """Rounds that a message may be late; 0: synchronous SGP, 1 or more: OSGP, sending every tau rounds."""
+    graph: Literal["exponential", "bipartite-exponential", "ring", "complete", "random"] = "exponential"
+    """Who sends to whom; all but ring and complete change from round to round."""
+    num_peers: int = 1
+    """Receivers of a rank in a round of the exponential graph, 1 or 2."""
+    two_peer_rounds: int = 0
+    """The first so many sending rounds of the exponential graph have 2 peers, the others 1."""
+    average_rounds: int = 0
+    """In the first so many rounds gradients are averaged over all ranks, as in allreduce, and nothing is sent."""
+    biased: bool = False
+    """Take the gradient at x instead of x / w, an ablation: with overlap that is the wrong point."""
+    wire_dtype: Literal["full", "bfloat16", "float16"] = "full"
+    """Precision of messages; what rounding takes from a message the sender keeps, so that no mass is lost."""
+    slot_patience_seconds: float | None = None
+    """How long to wait for a slow receiver before the mass is kept (0: not at all); default: as long as it takes."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +140,7 @@ class Settings:
     """All settings of a run."""
 
     algorithm: AlgorithmName = "lasgd"
-    """allreduce (SGD-AR: gradients averaged before every step) or lasgd."""
+    """allreduce (SGD-AR: gradients averaged before every step), lasgd, or sgp (OSGP with --tau 1 or more)."""
     worker: Literal["process", "host"] = "process"
     """What counts as one worker of the algorithm: every process, or all processes of a host together."""
     seed: int = 0
@@ -132,6 +154,7 @@ class Settings:
     evaluate: str | None = None
     """Evaluate this model file (model.pt of a run, with the settings saved beside it) and exit."""
     lasgd: LASGDSettings = field(default_factory=LASGDSettings)
+    sgp: SGPSettings = field(default_factory=SGPSettings)
     data: DataSettings = field(default_factory=DataSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
@@ -161,6 +184,11 @@ INTERVALS = {
     "tau_max": "[0, inf)",
     "elastic_alpha": "(0, 1]",
     "elastic_beta": "(0, 1]",
+    "tau": "[0, inf)",
+    "num_peers": "[1, 2]",
+    "two_peer_rounds": "[0, inf)",
+    "average_rounds": "[0, inf)",
+    "slot_patience_seconds": "[0, inf)",
     "batch_size_per_rank": "[1, inf)",
     "dirichlet_alpha": "(0, 1e6]",
     "shard_proportions": "(0, inf)",
@@ -187,6 +215,8 @@ INTERVALS = {
 
 USED_ONLY_WITH: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     (tuple(item.name for item in fields(LASGDSettings)), "algorithm", ("lasgd",)),
+    (tuple(item.name for item in fields(SGPSettings)), "algorithm", ("sgp",)),
+    (("num_peers", "two_peer_rounds"), "graph", ("exponential",)),
     (("data_dir",), "dataset", ("fashion-mnist", "cifar10", "imagefolder")),
     (("download",), "dataset", ("fashion-mnist", "cifar10")),
     (("num_loader_workers", "skip_corrupt"), "dataset", ("imagefolder",)),
@@ -224,7 +254,15 @@ def check(settings: Settings) -> None:
         raise SettingsError("a trace begins with the run and cannot go on: add --no-trace")
     if settings.evaluate is not None and (settings.resume or settings.run_dir is not None or settings.trace):
         raise SettingsError("--evaluate does not train: remove --resume, --run-dir and --trace")
+    _check_sgp(settings.sgp)
     _check_optimizer(settings)
+
+
+def _check_sgp(sgp: SGPSettings) -> None:
+    if sgp.num_peers == 2 and sgp.two_peer_rounds > 0:
+        raise SettingsError("--two-peer-rounds has no effect with --num-peers 2: remove one of them")
+    if sgp.biased and sgp.tau == 0 and sgp.slot_patience_seconds is None:
+        raise SettingsError("--biased has no effect in synchronous SGP, where w is always 1: add --tau 1")
 
 
 def _check_value(name: str, value: Any) -> None:
@@ -245,6 +283,8 @@ def _check_optimizer(settings: Settings) -> None:
     optimizer = settings.optimizer
     if optimizer.optimizer == "sgd" and optimizer.nesterov and optimizer.momentum == 0:
         raise SettingsError("--nesterov needs a momentum: add --no-nesterov or set --momentum above 0")
+    if optimizer.schedule == "step" and not optimizer.decay_epochs:
+        raise SettingsError("--decay-epochs is empty: give an epoch or more, or take --schedule constant")
     if any(a >= b for a, b in zip(optimizer.decay_epochs, optimizer.decay_epochs[1:], strict=False)):
         raise SettingsError(f"--decay-epochs {optimizer.decay_epochs} must increase: put them in order")
     if optimizer.warmup_epochs > settings.training.epochs:

@@ -40,6 +40,7 @@ def started(tmp_path: Path, body: str, *launcher: str, **variables: str) -> Iter
     }
     job = subprocess.Popen(
         [*launcher, sys.executable, str(script)],
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -75,6 +76,7 @@ def test_both_libraries_agree_and_settings_are_made(tmp_path: Path) -> None:
 process = startup.start(quiet=True)
 import json, torch, horovod.torch as hvd
 from mpi4py import MPI
+from pushreduce.communication.environment import describe_environment
 assert (process.rank, process.size) == (MPI.COMM_WORLD.rank, 3) == (hvd.rank(), hvd.size())
 assert (process.local_rank, process.local_size) == (process.rank, 3)
 assert MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -83,7 +85,7 @@ assert startup.start(quiet=True) == process
 assert os.environ["HOROVOD_CONTROLLER"] == "mpi"
 assert os.environ["HOROVOD_CYCLE_TIME"] == "3.5"
 if process.rank == 0:
-    say("environment " + json.dumps(startup.describe_environment()))
+    say("environment " + json.dumps(describe_environment(process.size)))
 startup.shut_down()
 startup.shut_down()
 """,

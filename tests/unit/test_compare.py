@@ -40,6 +40,7 @@ def make_run(run: Path, settings: dict, num_steps: int = 40, *, finished: bool =
                 top1_percent_by_rank=[49.0 + step, 48.0 + step],
                 consensus_distance=1 / step,
                 steps_per_allreduce={1: step},
+                staleness={},
             )
     record.close()
     if finished:

@@ -40,6 +40,7 @@ def add_evaluation(record: MetricsRecord, step: int, top1_percent: float = 90.0)
         top1_percent_by_rank=[top1_percent, math.nan],
         consensus_distance=0.3,
         steps_per_allreduce={1: 4, 5: 2},
+        staleness={0: 3, 1: 3},
     )
 
 

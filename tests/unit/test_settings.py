@@ -225,6 +225,7 @@ def test_a_setting_that_would_be_ignored_is_refused(
         ({"evaluate": "model.pt", "trace": True}, "--evaluate does not train"),
         ({"momentum": 0.0}, "add --no-nesterov"),
         ({"schedule": "step", "decay_epochs": (2.0, 1.0)}, "must increase"),
+        ({"schedule": "step", "decay_epochs": ()}, "--decay-epochs is empty"),
         ({"warmup_epochs": 21.0}, "longer than the run"),
         ({"model": ""}, "--model is empty"),
     ],

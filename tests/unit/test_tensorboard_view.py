@@ -48,6 +48,7 @@ def evaluation_record(step: int) -> Record:
         "top1_percent_by_rank": [89.0, 88.0],
         "consensus_distance": 0.2,
         "steps_per_allreduce": {1: step, 3: step // 2},
+        "staleness": {0: step, 1: step // 3},
     }
 
 

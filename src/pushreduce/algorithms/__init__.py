@@ -8,10 +8,11 @@ from torch import nn
 from pushreduce.algorithms.allreduce import AllReduceSGD
 from pushreduce.algorithms.base import Algorithm, Progress, Recorder, Stats
 from pushreduce.algorithms.lasgd import LASGD
+from pushreduce.algorithms.sgp import SGP
 from pushreduce.communication.base import Communicator
 from pushreduce.settings import Settings
 
-__all__ = ["LASGD", "Algorithm", "AllReduceSGD", "Progress", "Recorder", "Stats", "build_algorithm"]
+__all__ = ["LASGD", "SGP", "Algorithm", "AllReduceSGD", "Progress", "Recorder", "Stats", "build_algorithm"]
 
 
 def build_algorithm(
@@ -25,5 +26,8 @@ def build_algorithm(
     build = {
         "allreduce": lambda **shared: AllReduceSGD(model, optimizer, communicator, **shared),
         "lasgd": lambda **shared: LASGD(model, optimizer, communicator, settings.lasgd, **shared),
+        "sgp": lambda **shared: SGP(
+            model, optimizer, communicator, settings.sgp, seed=settings.seed, **shared
+        ),
     }[settings.algorithm]
     return build(max_grad_norm=settings.optimizer.max_grad_norm, recorder=recorder)

@@ -50,6 +50,10 @@ class Stats:
     """Waiting for other ranks."""
     steps_per_allreduce: Counter[int] = field(default_factory=Counter)
     """Local steps that an all-reduce took -> how often; tau_max + 1: not done after tau_max steps (LASGD)."""
+    staleness: Counter[int] = field(default_factory=Counter)
+    """Rounds from the sending of a message to its application -> how often (SGP)."""
+    messages_kept_back: int = 0
+    """Messages whose receiver had no free slot in time, so that their mass was kept (SGP)."""
 
 
 class Timed:
@@ -173,6 +177,12 @@ class Algorithm(ABC):
     def begin_at(self, samples: int) -> None:
         """Begins anew at the model's present parameters, equal on all ranks, as if `samples` had been seen."""
         self.progress.agreed_samples = samples
+
+    def close(self) -> None:  # noqa: B027  # most have nothing to give back
+        """Gives back what the algorithm holds of the cluster, after `finish()`. Collective, idempotent.
+
+        The end of the process does so, too: only a process that goes on needs it.
+        """
 
     # -- what algorithms are made of -------------------------------------------------------------------------------
 

@@ -54,10 +54,18 @@ class FlatParameters:
         for buffer, part in self._parts(payload):
             part.copy_(buffer)
 
-    def copy_from(self, payload: torch.Tensor) -> None:
-        """Overwrites all parameters with the first `num_elements` of `payload`."""
+    def copy_from(self, payload: torch.Tensor, *, divisor: float = 1.0) -> None:
+        """Overwrites all parameters with the first `num_elements` of `payload`, divided by `divisor`."""
         for buffer, part in self._parts(payload):
-            buffer.copy_(part)
+            if divisor == 1.0:
+                buffer.copy_(part)
+            else:
+                torch.div(part, divisor, out=buffer)
+
+    def add_to(self, payload: torch.Tensor, *, alpha: float = 1.0) -> None:
+        """Adds alpha x all parameters to the first `num_elements` of `payload`."""
+        for buffer, part in self._parts(payload):
+            part.add_(buffer, alpha=alpha)
 
     def add_(self, payload: torch.Tensor, *, alpha: float = 1.0) -> None:
         """Adds alpha x the first `num_elements` of `payload` to the parameters, computed in the wider type."""

@@ -21,8 +21,11 @@ from horovod.torch.mpi_ops import _allreduce_async
 
 from pushreduce.communication import startup
 from pushreduce.communication.base import Clock, Communicator, Handle
-from pushreduce.communication.mailbox import Mailbox
+from pushreduce.communication.environment import transport_settings
+from pushreduce.communication.mailbox import Mailbox, MailboxError
+from pushreduce.communication.mailbox_check import LIMIT_SECONDS, LimitedWait, find_problem, num_end_bytes
 from pushreduce.communication.mpi_settings import SEGMENT_BYTES
+from pushreduce.communication.push_sum_window import PushSumWindow
 from pushreduce.communication.topology import Topology
 
 mpi4py.rc.initialize = False  # `startup.py` starts MPI, with what it needs in the environment
@@ -102,7 +105,39 @@ class HorovodMPI(Communicator):
         return True
 
     def open_mailbox(self, topology: Topology, *, num_payload_bytes: int, num_slot_rounds: int) -> Mailbox:
-        raise NotImplementedError
+        wait = LimitedWait(self.wait_until)
+        try:
+            mailbox = PushSumWindow(
+                self._world,
+                topology,
+                num_payload_bytes=num_payload_bytes,
+                num_slot_rounds=num_slot_rounds,
+                wait_until=wait,
+            )
+        except ValueError as error:
+            raise ValueError(self._refusal(str(error))) from error
+        startup.before_shut_down(mailbox.free)
+        wait.limit_seconds = LIMIT_SECONDS
+        mailbox.send_ends_only(num_end_bytes(mailbox))
+        if problem := find_problem(mailbox, self.allgather):
+            try:
+                mailbox.free()
+            except MailboxError:  # a call of MPI that never returns: no rank can end in order
+                self.abort(f"error: {self._refusal(problem)}", startup.BAD_INPUT)
+            raise ValueError(self._refusal(problem))
+        mailbox.restart()
+        wait.limit_seconds = math.inf
+        return mailbox
+
+    def _refusal(self, problem: str) -> str:
+        library = startup.mpi_library()
+        where = "on one host" if self.local_size == self.size else "between hosts"
+        other = "openmpi" if library.startswith("MPICH") else "mpich"
+        variables = ", ".join(transport_settings()) or "default transport"
+        return (
+            f"one-sided MPI fails {where}: {problem}; MPI: {library}; {variables}; use MPICH from 4 or Open MPI from 5 "
+            f"on, such as scripts/setup.sh --mpi {other}"
+        )
 
     def abort(self, message: str, exit_code: int = 1) -> NoReturn:
         startup.abort(message, exit_code)

@@ -94,31 +94,14 @@ class Mailbox(ABC):
 
     # -- sending ---------------------------------------------------------------------------------------------------
 
-    def reserve(
-        self, round_number: int, to: int, apply: Apply, *, patience_seconds: float = float("inf")
-    ) -> bool:
-        """Waits until the slot of `round` at `to` may be written, receiving meanwhile. Returns whether it may.
+    def reserve(self, round_number: int, to: int, *, patience_seconds: float = float("inf")) -> bool:
+        """Waits until the slot of the round at `to` may be written; returns whether it may. Receives nothing.
 
-        Receives only what earlier rounds sent: X(k+1) = P(k) X(k) wants a round's messages in no message of that round.
-        Scale what you send only afterwards: while this waits, `apply` is called with what has arrived. False (after
-        `patience_seconds`): keep the mass, and call `skip`.
+        False (after `patience_seconds`): keep the mass, and call `skip`. Nobody waits here for ever: the ranks that are
+        furthest behind have applied all but the last rounds' messages, so they find their slots free.
         """
         self._check_open()
-        assert self.rank in self.topology.in_neighbours(to, round_number), (
-            f"round {round_number} sends nothing to {to}"
-        )
-        self.receive(round_number - 1, apply)
-        if self._is_granted(round_number, to):
-            return True
-
-        def granted_or_news() -> bool:
-            return self._is_granted(round_number, to) or self.has_news()
-
-        while self._wait_until(granted_or_news, patience_seconds):
-            self.receive(round_number - 1, apply)
-            if self._is_granted(round_number, to):
-                return True
-        return False
+        return self._wait_until(lambda: self.is_granted(round_number, to), patience_seconds)
 
     def outgoing(self) -> Bytes:
         """Memory [num_payload_bytes] for the payload of the next `send`; waits until an earlier one has left it."""
@@ -140,6 +123,13 @@ class Mailbox(ABC):
         """Tells `to` that this rank's message of `round` stays out, as soon as the slot is free. Returns at once."""
         self._check_open()
         self._publish_empty(round_number, to, self._slot(round_number, to))
+
+    def is_granted(self, round_number: int, to: int) -> bool:
+        """Whether this rank may write its message of the round into the slot at `to`."""
+        assert self.rank in self.topology.in_neighbours(to, round_number), f"{to} expects nothing"
+        if round_number < self._first_round + self.num_slot_rounds:
+            return True  # nobody has used it yet
+        return self._read_granted(to, round_number % self.num_slot_rounds) >= round_number + 1
 
     # -- receiving -------------------------------------------------------------------------------------------------
 
@@ -168,6 +158,22 @@ class Mailbox(ABC):
         arrived = self._read_arrived()
         due = self._expected <= self._own_round
         return bool(np.any(due & (np.abs(arrived) == self._expected + 1)))
+
+    def wait(
+        self,
+        condition: Callable[[], bool],
+        own_round: int,
+        apply: Apply,
+        *,
+        timeout_seconds: float = float("inf"),
+    ) -> bool:
+        """Waits until `condition()`, receiving meanwhile; returns whether it is true, False when the time is over."""
+        self.receive(own_round, apply)
+        while not condition():
+            if not self._wait_until(lambda: condition() or self.has_news(), timeout_seconds):
+                return False
+            self.receive(own_round, apply)
+        return True
 
     @property
     def num_rounds_received(self) -> int:
@@ -199,11 +205,6 @@ class Mailbox(ABC):
         """(slot round, place) of this rank's message of `round` at `receiver`."""
         place = self.topology.in_neighbours(receiver, round_number).index(self.rank)
         return round_number % self.num_slot_rounds, place
-
-    def _is_granted(self, round_number: int, to: int) -> bool:
-        if round_number < self._first_round + self.num_slot_rounds:
-            return True  # nobody has used it yet
-        return self._read_granted(to, round_number % self.num_slot_rounds) >= round_number + 1
 
     def _advance(self, round_number: int, s: int, p: int) -> None:
         """The slot has served `round`: it is the next sender's."""

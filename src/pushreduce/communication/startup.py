@@ -8,11 +8,10 @@ starts nothing.
 
 from __future__ import annotations
 
+import atexit
 import os
-import platform
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -32,10 +31,11 @@ BAD_INPUT = 2
 """Exit code for what the user can put right."""
 
 _OTHER_MPI = "use an MPI that has it (scripts/setup.sh --mpi mpich)"
-_SETTINGS = ("HOROVOD_", "OMPI_MCA_", "PRTE_MCA_", "MPIR_CVAR_", "UCX_", "FI_", "NCCL_", "OMP_")
 _SECONDS_TO_FORWARD = 0.5
 """Before an abort: MPICH's launcher drops what it has not yet read from a rank, such as the traceback."""
-_settings_made: dict[str, str] = {}
+settings_made: dict[str, str] = {}
+"""What was put into the environment before MPI started."""
+_before_shut_down: list[Callable[[], object]] = []
 
 
 class StartupError(ValueError):
@@ -71,7 +71,7 @@ def start(*, quiet: bool = False, problem: str = "") -> Process:
     one_thread = os.environ.setdefault("OMP_NUM_THREADS", "1") == "1"
     mpi = _start_mpi()
     world = mpi.COMM_WORLD
-    launch = mpi_settings.read_launch(os.environ)
+    launch = _launch()
     if world.size == 1 and launch.num_ranks > 1:
         raise StartupError(
             f"the launcher started {launch.num_ranks} ranks ({launch.variable}), but each believes to be "
@@ -87,6 +87,8 @@ def start(*, quiet: bool = False, problem: str = "") -> Process:
         problem = _unfit_before_horovod(mpi)
     _agree(world, problem)
     hvd.init()
+    atexit.unregister(_end)
+    atexit.register(_end)  # now, so that it runs before what Horovod has registered
     problem = ""
     if (hvd.rank(), hvd.size()) != (world.rank, world.size):
         problem = (
@@ -103,7 +105,7 @@ def start(*, quiet: bool = False, problem: str = "") -> Process:
     host = world.Split_type(mpi.COMM_TYPE_SHARED)
     process = Process(world.rank, world.size, host.rank, host.size, _library(mpi))
     host.Free()
-    crowded = [size for size in world.allgather(process.local_size - _num_cores()) if size > 0]
+    crowded = [size for size in world.allgather(process.local_size - num_cores()) if size > 0]
     if crowded and process.rank == 0 and not quiet:
         _say(
             f"warning: a host has {max(crowded)} more ranks than cores: times are not those of a real cluster"
@@ -132,7 +134,7 @@ def rank_without_horovod() -> int:
 
     Where MPI itself cannot be started: the rank that the launcher's environment names, or 0.
     """
-    launch = mpi_settings.read_launch(os.environ)
+    launch = _launch()
     try:
         world = _start_mpi().COMM_WORLD
     except StartupError:
@@ -210,8 +212,15 @@ def install_signal_flag(grace_seconds: float) -> Callable[[], int | None]:
     return lambda: received[0] if received else None
 
 
+def before_shut_down(action: Callable[[], object]) -> None:
+    """Has `shut_down` call `action` before it stops anything, the latest first. Collective, as `action` may be."""
+    _before_shut_down.append(action)
+
+
 def shut_down() -> None:
     """Stops Horovod; MPI is finalised later, when the interpreter ends. Collective, idempotent."""
+    while _before_shut_down:
+        _before_shut_down.pop()()
     if "horovod.torch" in sys.modules:
         import horovod.torch as hvd
 
@@ -219,38 +228,22 @@ def shut_down() -> None:
             hvd.shutdown()
 
 
-def describe_environment() -> dict[str, Any]:
-    """This rank's part of `environment.json`: commit, versions, host, settings. After `start`."""
-    import horovod
-    import mpi4py
-    import torch
+def _end() -> None:
+    """`shut_down` where a script has not called it: MPI would wait for ever for windows that are still locked."""
+    try:
+        shut_down()
+    except BaseException:
+        abort(traceback.format_exc().rstrip(), 1)
 
-    mpi = _start_mpi()
-    ring = "MPIR_CVAR_COLL_SELECTION_TUNING_JSON_FILE" in _settings_made
-    return {
-        "commit": _commit(),
-        "command": sys.argv,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "horovod": horovod.__version__,
-        "mpi4py": mpi4py.__version__,
-        "mpi_library": _library(mpi),
-        "platform": platform.platform(),
-        "num_ranks": mpi.COMM_WORLD.size,
-        "host": {
-            "name": socket.gethostname(),
-            "cores": _num_cores(),
-            "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        },
-        "torch_threads_per_rank": torch.get_num_threads(),
-        "all_reduce": f"ring from {mpi_settings.RING_THRESHOLD_BYTES} bytes" if ring else "the MPI's default",
-        "settings_made": dict(_settings_made),
-        "settings_of_user": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(_SETTINGS) and name not in _settings_made
-        },
-    }
+
+def mpi_library() -> str:
+    """First line of what `MPI_Get_library_version` says."""
+    return _library(_start_mpi())
+
+
+def num_cores() -> int:
+    """Processors of this host; not the affinity, since launchers bind each rank to a core or two."""
+    return os.cpu_count() or 1
 
 
 def _start_mpi() -> Any:
@@ -266,7 +259,7 @@ def _start_mpi() -> Any:
     if not MPI.Is_initialized():
         import psutil
 
-        launch = mpi_settings.read_launch(os.environ)
+        launch = _launch()
         version = MPI.Get_library_version()
         up = {name for name, state in psutil.net_if_stats().items() if state.isup}
         interfaces = {
@@ -275,14 +268,18 @@ def _start_mpi() -> Any:
             if name in up and any(address.family == socket.AF_INET for address in addresses)
         }
         has_rdma = any(Path("/sys/class/infiniband").glob("*"))
-        made = mpi_settings.before_mpi(version, launch, _num_cores(), interfaces, has_rdma, os.environ)
+        made = mpi_settings.before_mpi(version, launch, num_cores(), interfaces, has_rdma, os.environ)
         libraries = mpi_settings.mpi_libraries(Path("/proc/self/maps").read_text())
         if mpi_settings.library_name(version) == "mpich" and len(libraries) == 1:
             made |= mpi_settings.ring_variables(Path(libraries[0]), launch, os.environ)
         os.environ.update(made)
-        _settings_made.update(made)
+        settings_made.update(made)
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     return MPI
+
+
+def _launch() -> mpi_settings.Launch:
+    return mpi_settings.read_launch(os.environ, on_terminal=os.isatty(0))
 
 
 def _unfit_before_horovod(mpi: Any) -> str:
@@ -319,26 +316,3 @@ def _library(mpi: Any) -> str:
 
 def _one_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__
-
-
-def _num_cores() -> int:
-    # Not the affinity: launchers bind each rank to a core or two.
-    return os.cpu_count() or 1
-
-
-def _commit() -> str | None:
-    """The checkout's commit, "-dirty" where files differ from it; None outside a checkout."""
-    command = [
-        "git",
-        "-C",
-        str(Path(__file__).parent),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=40",
-        "--exclude=*",
-    ]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

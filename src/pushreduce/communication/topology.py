@@ -123,8 +123,8 @@ GRAPHS = ("exponential", "bipartite-exponential", "ring", "complete", "random")
 def exponential_hops(size: int, num_peers: int) -> list[Hops]:
     """The hops 2^0, 2^1, ... 2^floor(log2(size - 1)) in turn, `num_peers` of them a round.
 
-    One peer: 1 | 2 | 4 | 1 ... Two peers: 1, 2 | 4, 8 | 1, 2 ... and, where there is an odd number of hops, 1, 2 | 4, 1 |
-    2, 4 | 1, 2 ... Two ranks have one hop only.
+    One peer: 1 | 2 | 4 | 1 ... Two peers: of four hops 1, 2 | 4, 8 | 1, 2 ..., of three 1, 2 | 4, 1 | 2, 4 | 1, 2 ...
+    Two ranks have one hop only.
     """
     num_hops = (size - 1).bit_length()
     num_peers = min(num_peers, num_hops)
@@ -175,8 +175,8 @@ class Circulant(Topology):
 class BipartiteExponential(Topology):
     """Pairs of an even and an odd rank exchange: even i with i + h (mod size), for h = 1, 3, 7, ... 2^k - 1 in turn.
 
-    The hops are those up to the number of ranks less one. Every mixing matrix is symmetric. The hops' differences double
-    from round to round, so that 2^k ranks agree exactly after the k rounds of a period.
+    The hops are those up to the number of ranks less one. Every mixing matrix is symmetric. The differences of the hops
+    double from round to round, so that 2^k ranks agree exactly after the k rounds of a period.
 
     Among an odd number of ranks one finds no partner in a round: the one that would meet the absent next rank. It is
     always an even one, of which there is one more, and another in each round of a period.

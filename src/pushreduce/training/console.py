@@ -15,9 +15,10 @@ from tqdm import tqdm
 
 from pushreduce.communication.base import Communicator
 from pushreduce.settings import Settings
+from pushreduce.training.atomic_file import write_atomically
 from pushreduce.training.curves import draw_curves
 from pushreduce.training.metrics import read_records
-from pushreduce.training.run_directory import RunDirectory, write_atomically
+from pushreduce.training.run_directory import RunDirectory
 from pushreduce.training.summary import print_summary, summarise, write_summary
 from pushreduce.training.view import RunView
 
@@ -53,7 +54,7 @@ def announce(settings: Settings, loop: TrainingLoop, environment: list[dict[str,
     """The run on disk and in a few lines, before its first step; from then on `loop` is shown. On rank 0.
 
     Args:
-        environment: of every rank, as from `startup.describe_environment`.
+        environment: of every rank, as from `describe_environment`.
     """
     run_directory = loop.run_directory
     run_directory.save_settings(settings)  # of a resumed run, with the options given now

@@ -25,7 +25,7 @@ from pushreduce.communication.base import Communicator
 from pushreduce.settings import Settings
 from pushreduce.training import run_state
 from pushreduce.training.checkpoint import Checkpoints
-from pushreduce.training.evaluate import evaluate
+from pushreduce.training.evaluate import EvaluationStoppedError, evaluate
 from pushreduce.training.metrics import MetricsRecord
 from pushreduce.training.milestones import Milestones
 from pushreduce.training.run_directory import RunDirectory
@@ -117,7 +117,7 @@ class TrainingLoop:
                         if self.stop_signal() is not None:
                             self.algorithm.request_stop()
                 own = self._own_parameters() if "evaluate" in self.milestones.next_actions else None
-                with self._on_the_clock():
+                with self._on_the_clock(), self._non_finite_aborts():
                     self.algorithm.finish()
                 self._refuse_non_finite()
                 if progress.stop_requested:
@@ -154,7 +154,8 @@ class TrainingLoop:
         computed = clock.now()
         in_backward = stats.communication_seconds - before[1]  # SGD-AR posts from inside backward()
         elsewhere = in_backward + self._loading_seconds  # loading is the loop's own, no part of compute
-        self.algorithm.step(num_samples)
+        with self._non_finite_aborts():
+            self.algorithm.step(num_samples)
         self.num_steps += 1
         record = self.record.step(
             step=self.num_steps,
@@ -208,6 +209,14 @@ class TrainingLoop:
         if not self.algorithm.parameters.are_finite():
             self._abort_diverged(f"the parameters are not finite after step {self.num_steps}")
 
+    @contextmanager
+    def _non_finite_aborts(self) -> Iterator[None]:
+        """An algorithm that receives, or would send, weights that are not finite says so."""
+        try:
+            yield
+        except FloatingPointError as error:
+            self._abort_diverged(str(error))
+
     def _abort_diverged(self, what: str) -> NoReturn:
         self._abort(
             f"{what}: lower --base-lr, add --warmup-epochs or --max-grad-norm "
@@ -230,14 +239,26 @@ class TrainingLoop:
 
     def _act_on_milestone(self, own: torch.Tensor | None) -> None:
         due = self.milestones.next_actions
-        self.milestones.pass_next()
         if own is not None:
-            self._evaluate(own)
+            try:
+                self._evaluate(own)
+            except (
+                EvaluationStoppedError
+            ):  # it may outlast the grace: the checkpoint first, the evaluation after a resume
+                self.algorithm.request_stop()
+                return
+        self.milestones.pass_next()
         if "checkpoint" in due:
             self.newest_checkpoint = run_state.save(self)
 
     def _evaluate(self, own: torch.Tensor) -> None:
-        result = evaluate(self.algorithm, self.workload, own, batch_norm=self.settings.training.batch_norm)
+        result = evaluate(
+            self.algorithm,
+            self.workload,
+            own,
+            batch_norm=self.settings.training.batch_norm,
+            stop_wanted=lambda: self.stop_signal() is not None,
+        )
         samples = self.algorithm.progress.samples
         record = self.record.evaluation(
             step=self.num_steps,
@@ -249,6 +270,7 @@ class TrainingLoop:
             top1_percent_by_rank=result.top1_percent_by_rank,
             consensus_distance=result.consensus_distance,
             steps_per_allreduce=dict(self.algorithm.stats.steps_per_allreduce),
+            staleness=dict(self.algorithm.stats.staleness),
         )
         if self.view:
             self.view.evaluation(record, result.predictions)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pushreduce.training.run_directory import atomic_file
+from pushreduce.training.atomic_file import atomic_file
 
 Record = dict[str, Any]
 
@@ -111,6 +111,7 @@ class MetricsRecord:
         top1_percent_by_rank: Sequence[float],
         consensus_distance: float,
         steps_per_allreduce: Mapping[int, int],
+        staleness: Mapping[int, int],
     ) -> Record:
         """Records one evaluation, and flushes.
 
@@ -120,6 +121,7 @@ class MetricsRecord:
             top1_percent_by_rank: of each worker's own model, in rank order.
             consensus_distance: root mean square over workers of the distance to the consensus model.
             steps_per_allreduce: local steps that an all-reduce took -> how often, since this process started.
+            staleness: rounds that a message to this rank was late -> how often, likewise.
 
         Returns:
             The record as it reads back; NaN and infinity have become None.
@@ -136,6 +138,7 @@ class MetricsRecord:
                 "top1_percent_by_rank": list(top1_percent_by_rank),
                 "consensus_distance": consensus_distance,
                 "steps_per_allreduce": dict(steps_per_allreduce),
+                "staleness": dict(staleness),
             }
         )
         self.flush()
@@ -194,8 +197,9 @@ def _decode(line: bytes) -> Record:
     record = json.loads(line)
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
-    if "steps_per_allreduce" in record:  # JSON makes strings of the keys
-        record["steps_per_allreduce"] = {int(k): n for k, n in record["steps_per_allreduce"].items()}
+    for name in ("steps_per_allreduce", "staleness"):
+        if name in record:  # JSON makes strings of the keys
+            record[name] = {int(k): n for k, n in record[name].items()}
     return record
 
 

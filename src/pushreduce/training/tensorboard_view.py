@@ -8,7 +8,6 @@ Horizontal axes: global samples ("images"), except for tags that end in "by wall
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pushreduce.training.atomic_file import atomic_file
 from pushreduce.training.metrics import Record
 from pushreduce.training.summary import PHASES
 
@@ -30,6 +30,7 @@ _TOP1_BY_TIME = "accuracy/top-1 %, by wall-clock ms"
 _TOP1_OF_RANK = "workers/top-1 % of rank {:03d}"
 _DISTANCE = "workers/L2 distance to consensus"
 _STEPS_PER_ALLREDUCE = "workers/local steps per all-reduce"
+_STALENESS = "workers/rounds that a message was late"
 _LEARNING_RATE = "optimizer/learning rate"
 _THROUGHPUT = "speed/images per second, all ranks"
 _ITERATION = "speed/iteration, ms"
@@ -81,7 +82,7 @@ class TensorBoardView:
         self._writer.add_custom_scalars(_LAYOUT)
         self._shown: Record | None = None
         self._pending: list[Record] = []
-        self._last_counts: Counter[int] = Counter()
+        self._last_counts: dict[str, Counter[int]] = {}
 
     def step(self, record: Record) -> None:
         """Takes note of a step; its mean with those since the last point becomes the next one."""
@@ -112,9 +113,10 @@ class TensorBoardView:
             samples,
         )
         self._add({_TOP1_BY_TIME: record["top1_percent"]}, _milliseconds(record))
-        counts: Counter[int] = Counter(record["steps_per_allreduce"])
-        self._add_histogram(_STEPS_PER_ALLREDUCE, counts - self._last_counts, samples)
-        self._last_counts = counts
+        for tag, name in ((_STEPS_PER_ALLREDUCE, "steps_per_allreduce"), (_STALENESS, "staleness")):
+            counts: Counter[int] = Counter(record[name])
+            self._add_histogram(tag, counts - self._last_counts.get(tag, Counter()), samples)
+            self._last_counts[tag] = counts
 
     def predictions(self, images: torch.Tensor, captions: Sequence[str], step: int) -> None:
         """Shows sample predictions as a grid of images with captions.
@@ -213,8 +215,7 @@ def _cut_events(path: Path, samples: int) -> None:
     from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
     from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
-    kept = path.with_name("cut." + path.name + ".tmp")
-    with kept.open("wb") as file:
+    with atomic_file(path) as file:
         writer = RecordWriter(file)
         for raw in RawEventFileLoader(str(path)).Load():
             event = Event.FromString(raw)
@@ -224,7 +225,6 @@ def _cut_events(path: Path, samples: int) -> None:
             # The earlier end of the run is none any more.
             if not any(tag.startswith(("_hparams_/", "summary/")) for tag in tags):
                 writer.write(raw)
-    os.replace(kept, path)
 
 
 def _draw_grid(images: np.ndarray, captions: Sequence[str]) -> np.ndarray:

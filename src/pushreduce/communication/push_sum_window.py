@@ -1,0 +1,279 @@
+"""PushSum's mailbox over one-sided MPI: a message costs its receiver's main thread nothing until it is applied.
+
+Owns two windows (the slots, as bytes, and the counters, as int64), the send buffers, and one helper thread. Which slot
+a message takes and when is `mailbox.py`'s; whether MPI keeps its promises is found out by `mailbox_check.py`.
+
+A message is published in this order, since MPI orders nothing inside one put: Put of all of it; Flush; then its number
+into the receiver's counter, by an atomic Accumulate; Flush. The main thread issues the Put, the helper thread does the
+rest while the main thread computes. Between hosts a put needs the target to enter MPI now and then: Horovod's
+background thread does, and so does every wait here.
+
+Rules that implementations impose: `Win.Allocate` only (memory of one's own loses data on some), no atomics but on
+int64, both datatypes of an Accumulate named alike (MPICH refuses a mixture), windows unlocked before MPI's
+finalisation. And mpi4py's upper-case calls only, in the program that has a mailbox, too: the first pickled collective
+on a communicator keeps the interpreter's lock until all ranks have come, and the helper thread from publishing.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections import deque
+
+import mpi4py
+import numpy as np
+from numpy.typing import NDArray
+
+from pushreduce.communication.mailbox import Bytes, Mailbox, MailboxError, WaitUntil
+from pushreduce.communication.topology import Topology
+
+mpi4py.rc.initialize = False  # whoever makes a mailbox has started MPI, with what it needs in the environment
+from mpi4py import MPI  # noqa: E402
+
+_ALIGNMENT_BYTES = 64
+_MAX_PROBLEM_BYTES = 400
+_OWED_PAUSE_SECONDS = 1e-3
+_COUNTER = MPI.INT64_T
+
+_Slots = list[tuple[int, tuple[int, int]]]
+_Empty = tuple[int, int, tuple[int, int]]
+
+
+class PushSumWindow(Mailbox):
+    """See `Mailbox`. MPI runs at MPI_THREAD_MULTIPLE. Collective; until `free()` the windows are locked.
+
+    Args:
+        communicator: of all ranks of the topology; duplicated.
+
+    Raises:
+        ValueError: on all ranks alike, where no window can be made, or its memory is not what others write to.
+    """
+
+    def __init__(
+        self,
+        communicator: MPI.Intracomm,
+        topology: Topology,
+        *,
+        num_payload_bytes: int,
+        num_slot_rounds: int,
+        wait_until: WaitUntil,
+    ) -> None:
+        super().__init__(
+            communicator.rank,
+            topology,
+            num_payload_bytes=num_payload_bytes,
+            num_slot_rounds=num_slot_rounds,
+            wait_until=wait_until,
+        )
+        assert topology.size == communicator.size
+        assert MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._communicator = communicator.Dup()
+        num_slots = num_slot_rounds * self.num_places
+        self._slots, self._counters = self._make_windows(
+            num_slots * self.num_message_bytes + _ALIGNMENT_BYTES,
+            num_slots + topology.size * num_slot_rounds,
+        )
+        # MPI aligns to 8 or 16 bytes, differently on each rank.
+        memory = np.asarray(self._slots.tomemory())
+        start = -memory.ctypes.data % _ALIGNMENT_BYTES
+        self._starts = np.empty(topology.size, np.int64)
+        self._communicator.Allgather(np.array([start], np.int64), self._starts)
+        self._memory = memory[start : start + num_slots * self.num_message_bytes].reshape(
+            num_slot_rounds, self.num_places, self.num_message_bytes
+        )
+        counters = np.asarray(self._counters.tomemory()).view(np.int64)
+        self._arrived = counters[:num_slots].reshape(num_slot_rounds, self.num_places)
+        self._granted = counters[num_slots:].reshape(topology.size, num_slot_rounds)
+        self._put_ranges = [slice(0, self.num_message_bytes)]
+
+        self._num_buffers = 0
+        self._free_buffers: deque[Bytes] = deque()
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._num_jobs = self._num_jobs_done = (
+            0  # the main thread counts the one, the helper thread the other
+        )
+        self._failure: BaseException | None = None
+        self._slots.Lock_all(MPI.MODE_NOCHECK)  # nobody locks exclusively
+        self._counters.Lock_all(MPI.MODE_NOCHECK)
+        self._zero_counters()
+        self._helper = threading.Thread(target=self._help, name="mailbox", daemon=True)
+        self._helper.start()
+
+    def _make_windows(self, num_slot_bytes: int, num_counters: int) -> tuple[MPI.Win, MPI.Win]:
+        """The windows (slots, counters); agreed upon by all ranks."""
+        problem, windows = "", []
+        for num_bytes, unit in ((num_slot_bytes, 1), (8 * num_counters, 8)):
+            try:
+                windows.append(MPI.Win.Allocate(num_bytes, unit, comm=self._communicator))
+            except MPI.Exception as error:
+                problem = f"a window of {num_bytes} bytes cannot be made ({error.error_string})"
+            else:
+                if windows[-1].model != MPI.WIN_UNIFIED:
+                    problem = "windows hold two copies of their memory (they are not MPI_WIN_UNIFIED)"
+            problems = np.empty(self._communicator.size, f"S{_MAX_PROBLEM_BYTES}")
+            own = np.array([problem.encode()], problems.dtype)
+            self._communicator.Allgather([own, MPI.BYTE], [problems, MPI.BYTE])
+            if any(problems):
+                raise ValueError(next(filter(None, problems)).decode(errors="replace"))
+        return windows[0], windows[1]
+
+    # -- the main thread -------------------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """Back to a mailbox that has not been used; collective. All that was sent has been received."""
+        self._check_open()
+        self._meet()
+        self._zero_counters()
+        self._put_ranges = [slice(0, self.num_message_bytes)]
+        self._own_round = -1
+        self.begin_at(0)
+
+    def send_ends_only(self, num_bytes: int) -> None:
+        """Until `restart()` only the first and the last `num_bytes` of a longer message are sent, by two puts."""
+        if 2 * num_bytes < self.num_message_bytes:
+            end = self.num_message_bytes
+            self._put_ranges = [slice(0, num_bytes), slice(end - num_bytes, end)]
+
+    def _slot_memory(self, s: int, p: int) -> Bytes:
+        return self._memory[s, p]
+
+    def _take_buffer(self) -> Bytes:
+        if not self._free_buffers:
+            if self._num_buffers < self.num_slot_rounds:
+                self._num_buffers += 1
+                return _aligned(self.num_message_bytes)
+
+            def is_free() -> bool:
+                self._check_failure()
+                return bool(self._free_buffers)
+
+            self._wait_until(is_free, math.inf)
+        return self._free_buffers.popleft()
+
+    def _put(self, buffer: Bytes, round_number: int, slots: _Slots) -> None:
+        self._check_failure()
+        for to, (s, p) in slots:
+            start = int(self._starts[to]) + (s * self.num_places + p) * self.num_message_bytes
+            for part in self._put_ranges:
+                # In words: a count of bytes would not fit MPI's int from 2 GiB on.
+                words = (part.stop - part.start) // 8
+                self._slots.Put([buffer[part], words, _COUNTER], to, (start + part.start, words, _COUNTER))
+        self._post((self._publish, (buffer, round_number, slots)))
+
+    def _publish_empty(self, round_number: int, to: int, slot: tuple[int, int]) -> None:
+        self._post((None, (round_number, to, slot)))
+
+    def _grant(self, round_number: int, to: int, s: int) -> None:
+        index = self._arrived.size + self.rank * self.num_slot_rounds + s
+        self._post((self._set_counter, (to, index, round_number + 1)))
+
+    def _read_arrived(self) -> NDArray[np.int64]:
+        self._check_failure()
+        self._communicator.Iprobe()  # progress: messages on the way to this rank
+        self._counters.Sync()
+        arrived = self._arrived.copy()
+        self._slots.Sync()
+        return arrived
+
+    def _read_granted(self, receiver: int, s: int) -> int:
+        self._check_failure()
+        self._counters.Sync()
+        return int(self._granted[receiver, s])
+
+    def _free(self) -> None:
+        self._meet()
+        self._jobs.put(None)
+        self._helper.join()
+        # numpy's views of the memory end with it.
+        del self._memory, self._arrived, self._granted
+        for window in (self._counters, self._slots):
+            window.Unlock_all()
+            window.Free()
+        self._communicator.Free()
+
+    def _meet(self) -> None:
+        """Returns when all ranks have come and this rank's messages have arrived.
+
+        In this order: until all have come, others may still need the empty messages that this rank owes them. Whoever
+        owes one afterwards (the program ends early) keeps it.
+        """
+        self._complete(self._communicator.Ibarrier())
+
+        def is_idle() -> bool:
+            self._check_failure()
+            self._communicator.Iprobe()  # progress: another rank may be flushing
+            return self._num_jobs_done == self._num_jobs
+
+        self._wait_until(is_idle, math.inf)
+
+    def _zero_counters(self) -> None:
+        """All counters 0 on all ranks; collective. Nothing is under way."""
+        self._arrived[:] = 0
+        self._granted[:] = 0
+        self._counters.Sync()
+        self._complete(self._communicator.Ibarrier())
+
+    def _complete(self, request: MPI.Request) -> None:
+        self._wait_until(request.Test, math.inf)
+
+    def _post(self, job: tuple) -> None:
+        self._num_jobs += 1
+        self._jobs.put(job)
+
+    def _check_failure(self) -> None:
+        if self._failure is not None:
+            raise MailboxError(f"the mailbox of rank {self.rank} has failed") from self._failure
+
+    # -- the helper thread -----------------------------------------------------------------------------------------
+
+    def _help(self) -> None:
+        """Does what the main thread posts, in order, until it posts None."""
+        owed: list[_Empty] = []
+        try:
+            while True:
+                try:
+                    job = self._jobs.get(timeout=_OWED_PAUSE_SECONDS if owed else None)
+                except queue.Empty:
+                    owed = self._pay(owed)
+                    continue
+                if job is None:
+                    return
+                action, arguments = job
+                if action is None:
+                    owed = self._pay([*owed, arguments])
+                else:
+                    action(*arguments)
+                self._num_jobs_done += 1
+        except BaseException as error:
+            self._failure = error  # for the main thread, whose next call raises it
+            raise  # to threading.excepthook, which prints it
+
+    def _publish(self, buffer: Bytes, round_number: int, slots: _Slots) -> None:
+        for to, (s, p) in slots:
+            self._slots.Flush(to)
+            self._set_counter(to, s * self.num_places + p, round_number + 1)
+        self._free_buffers.append(buffer)
+
+    def _pay(self, owed: list[_Empty]) -> list[_Empty]:
+        """Publishes the empty messages whose slots have been granted, and returns the others."""
+        self._communicator.Iprobe()
+        still_owed = []
+        for round_number, to, (s, p) in owed:
+            if self.is_granted(round_number, to):
+                self._set_counter(to, s * self.num_places + p, -(round_number + 1))
+            else:
+                still_owed.append((round_number, to, (s, p)))
+        return still_owed
+
+    def _set_counter(self, to: int, index: int, value: int) -> None:
+        self._counters.Accumulate(
+            [np.array([value], np.int64), 1, _COUNTER], to, (index, 1, _COUNTER), op=MPI.REPLACE
+        )
+        self._counters.Flush(to)
+
+
+def _aligned(num_bytes: int) -> Bytes:
+    memory = np.zeros(num_bytes + _ALIGNMENT_BYTES, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT_BYTES
+    return memory[start : start + num_bytes]
