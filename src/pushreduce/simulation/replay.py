@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import pickle
 import sys
 from collections.abc import Iterator, Sequence
@@ -121,7 +120,7 @@ def _replay_sgp(
         two_peer_rounds=sgp.two_peer_rounds,
         seed=settings.seed,
     )
-    replay = replay_sgp if math.isinf(sgp.slot_patience_seconds) else replay_sgp_by_event
+    replay = replay_sgp if sgp.slot_patience_seconds is None else replay_sgp_by_event
     return replay(
         initial,
         events,
