@@ -86,7 +86,7 @@ class Reference:
     momentum: float = 0.0
     skip_probability: float = 0.0
     eager: bool = False
-    """Whether messages of the round itself are applied before the own send, too."""
+    """Whether ranks receive while they wait to send, too."""
 
     def run(self) -> tuple[list[list[dict]], np.ndarray, np.ndarray, np.ndarray]:
         """(traces, z [n, d], x [n, d], w [n]) at the end."""
@@ -126,7 +126,8 @@ class Reference:
             m, remainder = divmod(k - self.average_rounds, stride)
             if remainder == 0:
                 while self.rng.random() < 0.5:
-                    self.receive(rank, k, k if self.eager else k - 1)
+                    if self.eager:
+                        self.receive(rank, k, k)
                     yield
                 self.send(rank, k, m)
             self.receive(rank, k, k)

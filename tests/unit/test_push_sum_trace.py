@@ -73,14 +73,23 @@ def test_every_rank_takes_the_averaged_rounds(function):
         view(function, [[average(0, 0, 1), average(1, 1, 1)], [average(0, 0, 1)]], PAIR, average_rounds=2)
 
 
-def test_own_rounds_messages_before_the_own_send_are_for_the_replay_by_event():
-    early = [step(0), apply(0, 0, 0), send(0, [0])]
-    late = [step(0), send(0, [1]), apply(0, 0, 1)]
-    with pytest.raises(ValueError, match=r"rank 1, event .*before its own send of that round"):
-        view(replay_sgp, [late, early], PAIR)
-    # 2 and 6; rank 1: (6 + 1, 3/2), sends half of it: (3.5, 3/4); rank 0: (1 + 3.5, 1/2 + 3/4).
-    z = view(replay_sgp_by_event, [late, early], PAIR)
-    np.testing.assert_allclose(z[:, 0], [4.5 / 1.25, 3.5 / 0.75], rtol=1e-15)
+@pytest.mark.parametrize(
+    ("tau", "traces", "expected"),
+    [
+        # 2 and 6; rank 1: (6 + 1, 3/2), sends half of it: (3.5, 3/4); rank 0: (1 + 3.5, 1/2 + 3/4).
+        (0, [PROMPT[:3], [step(0), apply(0, 0, 0), send(0, [0])]], [4.5 / 1.25, 3.5 / 0.75]),
+        # As SLOW, but in round 1 (4, 1/2) + (1, 1/2) = (5, 1), half of which goes to rank 0: (1 + 2.5, 1).
+        (1, [PROMPT, [*SLOW[:3], apply(1, 0, 0), send(1, [0]), apply(1, 1, 0)]], [3.5, 3.5]),
+    ],
+)
+def test_what_is_applied_before_the_own_send_is_for_the_replay_by_event(tau, traces, expected):
+    with pytest.raises(ValueError, match=r"rank 1, event .*'apply'.*before the rank's own send"):
+        view(replay_sgp, traces, PAIR, tau=tau)
+    z = view(replay_sgp_by_event, traces, PAIR, tau=tau)
+    np.testing.assert_allclose(z[:, 0], expected, rtol=1e-15)
+
+
+def test_a_circle_of_messages_is_refused():
     circle = [[step(0), apply(0, 0, 1 - r), send(0, [1 - r])] for r in (0, 1)]
     with pytest.raises(ValueError, match=r"rank 0, event .*a circle"):
         view(replay_sgp_by_event, circle, PAIR)

@@ -41,7 +41,7 @@ class Application:
     delay: int
     """The receiver's own round then, less the message's round; 0 to tau."""
     before_send: bool
-    """Whether the receiver had its own send of that round still to make, so that it passed on a share of this."""
+    """Whether the receiver's own send of that round came later, and passed on a share of this at once."""
 
 
 @dataclass(frozen=True)
@@ -191,5 +191,5 @@ def _check_send(trace: RankTrace, event: Event, m: int, to: list[int], share: fl
         reject(
             trace.rank, event, f"{sorted(set(scheduled) - set(to))} left out, but this policy waits for all"
         )
-    if not math.isclose(share, 1 / (1 + len(scheduled)), rel_tol=1e-15):
+    if to and not math.isclose(share, 1 / (1 + len(scheduled)), rel_tol=1e-15):
         reject(trace.rank, event, f"the share with {len(scheduled)} receivers is 1/{1 + len(scheduled)}")
