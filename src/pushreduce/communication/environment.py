@@ -14,7 +14,9 @@ from typing import Any
 from pushreduce.communication import mpi_settings, startup
 
 _SETTINGS = ("HOROVOD_", "OMPI_MCA_", "PRTE_MCA_", "MPIR_CVAR_", "UCX_", "FI_", "NCCL_", "OMP_")
-_TRANSPORT = tuple("OMPI_MCA_osc OMPI_MCA_pml OMPI_MCA_btl OMPI_MCA_opal_common_ucx MPIR_CVAR_CH4 UCX_ FI_".split())
+_TRANSPORT = tuple(
+    "OMPI_MCA_osc OMPI_MCA_pml OMPI_MCA_btl OMPI_MCA_opal_common_ucx MPIR_CVAR_CH4 UCX_ FI_".split()
+)
 
 
 def describe_environment(num_ranks: int) -> dict[str, Any]:
