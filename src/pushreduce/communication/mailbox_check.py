@@ -29,8 +29,12 @@ _MAX_PERIOD = 16
 _TOLERANCE = 1e-9
 
 
+class WaitedTooLongError(MailboxError):
+    """What is waited for has not come, and may never come."""
+
+
 class LimitedWait:
-    """A `wait_until` whose waits are not to last longer than `limit_seconds`, or raise MailboxError."""
+    """A `wait_until` whose waits are not to last longer than `limit_seconds`, or raise WaitedTooLongError."""
 
     def __init__(self, wait_until: WaitUntil) -> None:
         self._wait_until = wait_until
@@ -39,7 +43,7 @@ class LimitedWait:
     def __call__(self, predicate: Callable[[], bool], timeout_seconds: float) -> bool:
         is_true = self._wait_until(predicate, min(timeout_seconds, self.limit_seconds))
         if not is_true and timeout_seconds > self.limit_seconds:
-            raise MailboxError(f"nothing came for {self.limit_seconds:g} s")
+            raise WaitedTooLongError(f"nothing came for {self.limit_seconds:g} s")
         return is_true
 
 
@@ -49,16 +53,17 @@ def find_problem(mailbox: Mailbox, allgather: Callable[[Any], list[Any]]) -> str
     Rounds of PushSum over at least one period of the topology (up to 16 rounds), and over every slot more than once.
     The mailbox has been used afterwards. Where messages are lost this returns only if the mailbox's waits are limited.
     """
-    problem, weight = "", math.nan
+    problem, is_wait, weight = "", False, math.nan
     try:
         weight = _rehearse(mailbox)
     except MailboxError as error:
-        problem = f"rank {mailbox.rank}: {error}"
-    outcomes = allgather((problem, weight))
-    for problem, _ in outcomes:
+        problem, is_wait = f"rank {mailbox.rank}: {error}", isinstance(error, WaitedTooLongError)
+    outcomes = allgather((problem, is_wait, weight))
+    # Where a rank has found something, others wait for it in vain.
+    for problem, *_ in sorted(outcomes, key=lambda outcome: outcome[1]):
         if problem:
             return problem
-    total = math.fsum(weight for _, weight in outcomes)
+    total = math.fsum(weight for *_, weight in outcomes)
     if abs(total - len(outcomes)) > _TOLERANCE * len(outcomes):
         return f"the weights of {len(outcomes)} ranks sum to {total!r}"
     return ""

@@ -183,6 +183,9 @@ class PushSumWindow(Mailbox):
 
     def _free(self) -> None:
         self._meet()
+        self._close()
+
+    def _close(self) -> None:
         self._jobs.put(None)
         self._helper.join()
         # numpy's views of the memory end with it.

@@ -1,0 +1,161 @@
+"""What a slot brings, when it is free again, and what is refused, on a ring: every rank sends to the next one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
+
+from pushreduce.communication.mailbox import MailboxError
+from pushreduce.communication.push_sum_window import PushSumWindow
+
+
+def send(mailbox, round_number, payload):
+    assert mailbox.reserve(round_number, (mailbox.rank + 1) % mailbox.topology.size)
+    mailbox.outgoing()[:] = payload
+    mailbox.send(round_number, [(mailbox.rank + 1) % mailbox.topology.size], 0.25 + round_number)
+
+
+def take(mailbox, round_number):
+    """The messages that complete `round`, as (round, source, weight, payload)."""
+    found = []
+
+    def apply(message):
+        found.append((message.round_number, message.source, message.weight, message.payload.copy()))
+
+    assert mailbox.wait(lambda: mailbox.num_rounds_received > round_number, round_number, apply)
+    return found
+
+
+@pytest.mark.parametrize("num_bytes", [1, 63, 64, 65, 100_003])
+def test_every_byte_arrives(ranks, num_bytes):
+    mailbox = ranks.open(num_payload_bytes=num_bytes)
+    for round_number in range(7):
+        payloads = np.random.default_rng(round_number).integers(0, 256, (ranks.size, num_bytes), np.uint8)
+        send(mailbox, round_number, payloads[ranks.rank])
+        ((number, source, weight, payload),) = take(mailbox, round_number)
+        assert (number, source, weight) == (round_number, (ranks.rank - 1) % ranks.size, 0.25 + round_number)
+        assert np.array_equal(payload, payloads[source])
+    mailbox.free()
+
+
+def test_payloads_are_aligned(ranks):
+    mailbox = ranks.open(num_payload_bytes=65, num_slot_rounds=3)
+    assert mailbox.outgoing().ctypes.data % 64 == 0
+    for s in range(3):
+        assert mailbox._slot_memory(s, 0).ctypes.data % 64 == 0
+    mailbox.free()
+
+
+def test_a_message_waits_for_its_round(ranks):
+    mailbox = ranks.open(num_slot_rounds=3)
+    for round_number in range(3):
+        send(mailbox, round_number, round_number)
+    assert mailbox.wait(lambda: mailbox._read_arrived().all(), 0, lambda message: None)
+    assert mailbox.num_rounds_received == 1
+    assert not mailbox.has_news()
+    assert [number for number, *_ in take(mailbox, 2)] == [1, 2]
+    mailbox.free()
+
+
+def test_a_sender_without_patience_keeps_its_mass(ranks):
+    mailbox = ranks.open(num_slot_rounds=2)
+    to = (ranks.rank + 1) % ranks.size
+    for round_number in range(2):
+        send(mailbox, round_number, round_number)
+    ranks.allgather(None)  # nobody has received yet
+    for round_number in range(2, 5):
+        assert not mailbox.reserve(round_number, to, patience_seconds=0.0)
+        mailbox.skip(round_number, to)
+    ranks.allgather(None)
+    assert [number for number, *_ in take(mailbox, 4)] == [0, 1]
+    send(mailbox, 5, 5)
+    assert [number for number, *_ in take(mailbox, 5)] == [5]
+    mailbox.free()
+
+
+def test_buffers_are_lent_until_the_message_has_left(ranks):
+    mailbox = ranks.open(num_payload_bytes=4_000_000, num_slot_rounds=4)
+    for round_number in range(16):
+        send(mailbox, round_number, round_number)  # which writes into a buffer at once
+        if round_number % 4 == 3:
+            found = take(mailbox, round_number)
+            assert [number for number, *_ in found] == list(range(round_number - 3, round_number + 1))
+            assert all((payload == number).all() for number, _, _, payload in found)
+    assert mailbox._num_buffers <= 4
+    mailbox.free()
+
+
+def test_it_may_begin_at_any_round(ranks):
+    mailbox = ranks.open(num_slot_rounds=3)
+    mailbox.begin_at(1_000_007)
+    for round_number in range(1_000_007, 1_000_017):
+        send(mailbox, round_number, round_number % 256)
+        ((number, *_),) = take(mailbox, round_number)
+        assert number == round_number
+    mailbox.free()
+
+
+def test_it_begins_anew_after_a_restart(ranks):
+    mailbox = ranks.open(num_slot_rounds=2)
+    for _ in range(3):
+        for round_number in range(5):
+            send(mailbox, round_number, 7 * round_number)
+            ((number, *_),) = take(mailbox, round_number)
+            assert number == round_number
+        mailbox.restart()
+    mailbox.free()
+
+
+@pytest.mark.parametrize("place", [0, 8, 16, -8])
+def test_a_damaged_message_is_refused(ranks, place):
+    """A byte of the mark, the round, the source, the end mark."""
+    mailbox = ranks.open()
+    send(mailbox, 0, 1)
+    assert mailbox.wait(lambda: mailbox._read_arrived().any(), -1, lambda message: None)
+    mailbox._slot_memory(0, 0)[place] ^= 0x55
+    with pytest.raises(MailboxError, match="lost, torn or overwritten"):
+        mailbox.receive(0, lambda message: None)
+    mailbox.free()
+
+
+def test_it_can_be_freed_twice_and_then_not_be_used(ranks):
+    mailbox = ranks.open()
+    to = (ranks.rank + 1) % ranks.size
+    mailbox.free()
+    mailbox.free()
+    for use in (
+        lambda: mailbox.reserve(0, to),
+        mailbox.outgoing,
+        lambda: mailbox.send(0, [to], 1.0),
+        lambda: mailbox.skip(0, to),
+        lambda: mailbox.receive(0, lambda message: None),
+        mailbox.restart,
+    ):
+        with pytest.raises(RuntimeError, match="has been freed"):
+            use()
+
+
+def test_it_can_be_freed_with_messages_unread_and_owed(ranks):
+    """A program may end early."""
+    mailbox = ranks.open(num_payload_bytes=1_000_000, num_slot_rounds=2)
+    for round_number in range(2):
+        send(mailbox, round_number, 1)
+    mailbox.skip(2, (ranks.rank + 1) % ranks.size)
+    mailbox.free()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_fails_in_the_helper_thread_fails_here(ranks):
+    class Broken(PushSumWindow):
+        def _publish(self, *arguments):
+            raise ZeroDivisionError
+
+    mailbox = ranks.open(kind=Broken)
+    send(mailbox, 0, 1)
+    with pytest.raises(MailboxError, match="has failed") as raised:
+        take(mailbox, 0)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    mailbox._failure, mailbox._num_jobs_done = None, mailbox._num_jobs
+    mailbox.free()
