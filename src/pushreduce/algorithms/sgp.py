@@ -233,7 +233,9 @@ class SGP(Algorithm):
                 if receive and self.communicator.size > 1:
                     in_time = self._mailbox.wait(condition_or_tally, self._own_sending_round, self._apply)
                 else:
-                    in_time = self.communicator.wait_until(condition_or_tally, deadline - clock.now())
+                    in_time = self.communicator.wait_until(
+                        condition_or_tally, max(0.0, deadline - clock.now())
+                    )
             if condition():
                 return True
             if not in_time:
