@@ -48,7 +48,7 @@ class SGPSettings:
     wire_dtype: Literal["full", "bfloat16", "float16"] = "full"
     """Precision of messages; what rounding takes from a message the sender keeps, so that no mass is lost."""
     slot_patience_seconds: float | None = None
-    """How long to wait for a slow receiver before the mass is kept (0: not at all); default: as long as it takes."""
+    """How long to wait for a slow receiver before the mass is kept (0: not at all), unless w > 1; default: for ever."""
 
 
 @dataclass(frozen=True)

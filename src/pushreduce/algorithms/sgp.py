@@ -177,11 +177,13 @@ class SGP(Algorithm):
         )
 
     def _reserve(self, sending_round: int, to: int) -> bool:
+        """Whether the message may be sent. A rank whose receivers are always late would gather all mass: so only one
+        that has no more than its share, w <= 1, may lose its patience."""
         patience = self.settings.slot_patience_seconds
         return self._wait(
             lambda: self._mailbox.is_granted(sending_round, to),
             receive=False,
-            timeout_seconds=math.inf if patience is None else patience,
+            timeout_seconds=math.inf if patience is None or self._weight > 1.0 else patience,
         )
 
     def _wait_for_messages(self) -> None:
