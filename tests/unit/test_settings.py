@@ -20,6 +20,7 @@ from pushreduce.settings import (
     OptimizerSettings,
     Settings,
     SettingsError,
+    SGPSettings,
     TrainingSettings,
     check,
     leaves,
@@ -27,7 +28,7 @@ from pushreduce.settings import (
 from pushreduce.settings_file import from_yaml, to_yaml
 
 DEFAULTS = dict(leaves(Settings()))
-SECTIONS = [Settings, LASGDSettings, DataSettings, OptimizerSettings, TrainingSettings]
+SECTIONS = [Settings, LASGDSettings, SGPSettings, DataSettings, OptimizerSettings, TrainingSettings]
 HINTS = {name: hint for each in SECTIONS for name, hint in get_type_hints(each).items() if name in DEFAULTS}
 
 
