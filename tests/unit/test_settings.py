@@ -101,7 +101,7 @@ def test_yaml_is_meant_to_be_read() -> None:
     lines = to_yaml(Settings()).splitlines()
     assert "  decay_epochs: [30.0, 60.0, 80.0]" in lines
     sections = [line.rstrip(":") for line in lines if line.endswith(":")]
-    assert sections == ["lasgd", "data", "optimizer", "training"]
+    assert sections == ["lasgd", "sgp", "data", "optimizer", "training"]
 
 
 def test_numbers_as_people_write_them() -> None:
@@ -134,7 +134,7 @@ def test_an_empty_file_gives_the_defaults(empty: str) -> None:
         ("trace: 1", "trace must be true or false, but is 1"),
         ("trace: yes", "trace must be true or false, but is 'yes'"),
         ("run_dir: 5", "run_dir must be text (quoted) or null, but is 5"),
-        ("algorithm: sgp2", "algorithm must be one of allreduce, lasgd, but is 'sgp2'"),
+        ("algorithm: sgp2", "algorithm must be one of allreduce, lasgd, sgp, but is 'sgp2'"),
         ("optimizer: {decay_epochs: 30}", "optimizer.decay_epochs must be a list of numbers, but is 30"),
         ("optimizer: {decay_epochs: [a]}", "optimizer.decay_epochs must be a list of numbers, but is ['a']"),
         ("optimizer: {decay_epochs: ''}", "optimizer.decay_epochs must be a list of numbers, but is ''"),
@@ -199,7 +199,14 @@ OTHER_VALUES = {
     "decay_factor": 0.5,
     "elastic_alpha": 0.5,
     "elastic_beta": 0.5,
+    "graph": "ring",
+    "num_peers": 2,
+    "biased": True,
+    "wire_dtype": "bfloat16",
+    "slot_patience_seconds": 0.5,
 }
+NEEDED = {"biased": {"tau": 1}}
+"""What a setting has no effect without, beside USED_ONLY_WITH."""
 
 
 @pytest.mark.parametrize(("name", "condition", "allowed"), USES)
@@ -208,13 +215,14 @@ def test_a_setting_that_would_be_ignored_is_refused(
 ) -> None:
     default = DEFAULTS[name]
     other = OTHER_VALUES[name] if name in OTHER_VALUES else default + 7
+    conditions = {each: values[0] for setting, each, values in USES if setting == name and each != condition}
     for value in get_args(HINTS[condition]):
-        check(with_values(**{condition: value}))
+        check(with_values(**{**conditions, condition: value}))
         if value in allowed:
-            check(with_values(**{condition: value, name: other}))
+            check(with_values(**{**conditions, **NEEDED.get(name, {}), condition: value, name: other}))
         else:
             with pytest.raises(SettingsError, match=f"^--{name.replace('_', '-')} has an effect only with"):
-                check(with_values(**{condition: value, name: other}))
+                check(with_values(**{**conditions, condition: value, name: other}))
 
 
 @pytest.mark.parametrize(
