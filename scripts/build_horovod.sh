@@ -97,6 +97,7 @@ build() {
     export PYTHONPATH=$work/cmake${PYTHONPATH:+:$PYTHONPATH} PATH=$work/cmake/bin:$PATH
   fi
   export CMAKE_POLICY_VERSION_MINIMUM=3.5 MAKEFLAGS=-j$jobs HOROVOD_RPATH=$rpath
+  # Without gloo none of its headers is compiled either, so the <cstdint> that gcc 15 wants there needs no edit.
   export HOROVOD_WITH_MPI=1 HOROVOD_WITHOUT_GLOO=1 HOROVOD_WITH_PYTORCH=1
   export HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
   unset HOROVOD_GPU_OPERATIONS

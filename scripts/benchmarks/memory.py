@@ -1,4 +1,4 @@
-"""Two or more ranks: peak resident memory of a worker on a model of 100 MB, to be compared between variants.
+"""Two or more ranks: peak resident memory of a worker on a model of 100 MB (--layers 10: 200), to compare variants.
 
     mpirun -np 2 python scripts/benchmarks/memory.py --directory DIR --algorithm bare|lasgd|allreduce|horovod --steps 6
 
@@ -26,16 +26,17 @@ from pushreduce.training.schedule import build_optimizer
 from pushreduce.workloads.base import Workload
 from pushreduce.workloads.images import ImageClassification
 
-WIDTH = 2236  # five layers of 20 MB
-NUM_LAYERS = 5
+WIDTH = 2236  # a layer of 20 MB
 
 
 class WideWorkload(ImageClassification):
     """Small batches of digits, and a model that is nearly all parameters."""
 
+    num_layers = 5
+
     def build_model(self) -> nn.Module:
         layers: list[nn.Module] = [nn.Flatten(), nn.ZeroPad1d((0, WIDTH - 64))]
-        for _ in range(NUM_LAYERS):
+        for _ in range(self.num_layers):
             layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
         return nn.Sequential(*layers, nn.AdaptiveAvgPool1d(10))
 
@@ -47,6 +48,7 @@ def main() -> None:
     workload = WideWorkload(
         DataSettings(batch_size_per_rank=8), seed=0, rank=communicator.rank, size=communicator.size
     )
+    workload.num_layers = arguments.layers
     warm_up_libraries(workload)
     communicator.average(torch.zeros(8 << 20), "first")
     communicator.barrier()

@@ -16,6 +16,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     )
     parser.add_argument("--algorithm", default="lasgd")
     parser.add_argument("--model", default="cnn")
+    parser.add_argument("--layers", type=int, default=5, help="memory: layers of 20 MB")
     parser.add_argument("--batch-size", type=int, default=32, help="samples a rank")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks, even")
     parser.add_argument("--steps", type=int, default=20, help="steps a block")

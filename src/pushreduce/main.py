@@ -45,9 +45,9 @@ def main(argv: list[str] | None = None) -> None:
 def _run(settings: Settings, communicator: Communicator) -> int:
     from pushreduce.communication.environment import describe_environment
     from pushreduce.training import console
-    from pushreduce.training.agreement import agree_with_root, build_on_all
+    from pushreduce.training.agreement import agree, agree_with_root, build_on_all
     from pushreduce.training.loop import TrainingLoop
-    from pushreduce.training.model import initial_model
+    from pushreduce.training.model import initial_model, refuse_batch_of_one
     from pushreduce.training.run_directory import RunDirectory
 
     _refuse_differing_settings(settings, communicator)
@@ -58,6 +58,7 @@ def _run(settings: Settings, communicator: Communicator) -> int:
         return 0
     stop_signal = startup.install_signal_flag(settings.training.grace_seconds)
     model = build_on_all(communicator, lambda: initial_model(settings, workload, device))
+    agree(communicator, lambda: refuse_batch_of_one(model, workload))
     batch_size = workload.batch_size_per_rank
     settings = replace(settings, data=replace(settings.data, batch_size_per_rank=batch_size))
     run_directory = build_on_all(communicator, lambda: RunDirectory.create(settings, communicator))

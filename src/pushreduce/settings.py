@@ -48,7 +48,7 @@ class SGPSettings:
     wire_dtype: Literal["full", "bfloat16", "float16"] = "full"
     """Precision of messages; what rounding takes from a message the sender keeps, so that no mass is lost."""
     slot_patience_seconds: float | None = None
-    """How long to wait for a slow receiver before the mass is kept (0: not at all); default: as long as it takes."""
+    """How long to wait for a slow receiver before the mass is kept (0: not at all), unless w > 1; default: for ever."""
 
 
 @dataclass(frozen=True)
@@ -283,6 +283,8 @@ def _check_optimizer(settings: Settings) -> None:
     optimizer = settings.optimizer
     if optimizer.optimizer == "sgd" and optimizer.nesterov and optimizer.momentum == 0:
         raise SettingsError("--nesterov needs a momentum: add --no-nesterov or set --momentum above 0")
+    if optimizer.schedule == "step" and not optimizer.decay_epochs:
+        raise SettingsError("--decay-epochs is empty: give an epoch or more, or take --schedule constant")
     if any(a >= b for a, b in zip(optimizer.decay_epochs, optimizer.decay_epochs[1:], strict=False)):
         raise SettingsError(f"--decay-epochs {optimizer.decay_epochs} must increase: put them in order")
     if optimizer.warmup_epochs > settings.training.epochs:

@@ -65,6 +65,11 @@ DATA = {
     "unknown-model": (1, "--model resnet19", ["resnet19", "did you mean"]),
     "unknown-model-four-ranks": (4, "--model resnet19", ["resnet19", "did you mean"]),
     "batch-larger-than-shard": (2, "--batch-size-per-rank 800", ["--batch-size-per-rank 800", "shard"]),
+    "batch-norm-of-one": (
+        2,
+        "--model resnet18-cifar --batch-size-per-rank 1",
+        ["BatchNorm", "--batch-size-per-rank 2"],
+    ),
     "shard-proportions": (2, "--shard-proportions 1 1 1", ["3 numbers for 2 ranks"]),
     "missing-data": (2, "--dataset imagefolder --data-dir nowhere", ["nowhere"]),
     "missing-data-alone": (1, "--dataset imagefolder --data-dir nowhere", ["nowhere"]),

@@ -52,11 +52,11 @@ def run(commands: str, cwd: Path) -> str:
 
 
 def test_the_readme_has_commands_and_an_example():
-    assert len(blocks("commands")) == 2
+    assert len(blocks("commands")) == 3
     assert len(blocks("script")) == 1
 
 
-@pytest.mark.parametrize("commands", blocks("commands"), ids=["start", "resume"])
+@pytest.mark.parametrize("commands", blocks("commands"), ids=["start", "resume", "sgp"])
 @pytest.mark.timeout(TIMEOUT_SECONDS + 30)
 def test_commands_work_as_they_stand(commands: str, checkout: Path):
     output = run(commands, checkout)

@@ -40,6 +40,7 @@ def started(tmp_path: Path, body: str, *launcher: str, **variables: str) -> Iter
     }
     job = subprocess.Popen(
         [*launcher, sys.executable, str(script)],
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -89,7 +89,7 @@ def oracle(results: list[dict], settings: SGPSettings) -> np.ndarray:
     replay = (
         push_sum_view.replay_sgp
         if settings.slot_patience_seconds is None
-        else push_sum_view.replay_sgp_by_events
+        else push_sum_view.replay_sgp_by_event
     )
     return replay(
         least_squares.vector(least_squares.model()),
@@ -327,7 +327,6 @@ def test_weights_that_are_not_finite_are_refused_by_their_receiver(ranks):
         else:
             with pytest.raises(FloatingPointError, match="rank 0"):
                 algorithm.step(1)
-        communicator.barrier()
-        algorithm.close()
+        communicator.barrier()  # and no close(): messages are under way
 
     ranks.run(body)

@@ -57,19 +57,19 @@ def test_algorithms_know_neither_cluster_nor_clock(path: Path) -> None:
     assert not within(imported_by(path), *forbidden, "mpi4py", "horovod")
 
 
+@pytest.mark.parametrize("name", ["global_view", "push_sum_trace", "push_sum_view"])
+def test_the_oracle_shares_only_topology_with_the_program(name) -> None:
+    names = imported_by(PACKAGE / "simulation" / f"{name}.py")
+    oracle = (f"pushreduce.simulation.{module}" for module in ("global_view", "push_sum_trace"))
+    assert within(names, "pushreduce") <= within(names, "pushreduce.communication.topology", *oracle)
+
+
 @pytest.mark.parametrize("name", ["mailbox", "mailbox_check", "topology", "push_sum_window"])
 def test_the_mailbox_needs_neither_torch_nor_horovod(name: str) -> None:
     names = imported_by(PACKAGE / "communication" / f"{name}.py")
     assert not within(names, "torch", "horovod")
     # Nor through another module of ours.
     assert {each.split(".")[2] for each in within(names, "pushreduce")} <= {"mailbox", "topology"}
-
-
-def test_the_oracle_shares_only_topology_with_the_program() -> None:
-    for path in (PACKAGE / "simulation").glob("global_view.py"):
-        assert within(imported_by(path), "pushreduce") <= within(
-            imported_by(path), "pushreduce.communication.topology"
-        )
 
 
 @pytest.mark.parametrize("path", MODULES, ids=relative)
@@ -99,3 +99,24 @@ assert not heavy, heavy
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "--tau-max" in done.stdout
+
+
+def test_a_run_is_read_and_compared_without_torch_or_mpi() -> None:
+    """`scripts/compare` answers at once, also where a run's directory was copied to and torch is not."""
+    program = f"""
+import runpy, sys
+sys.path.insert(0, {str(PACKAGE.parent)!r})
+import pushreduce.training.curves
+import pushreduce.training.summary
+import pushreduce.training.metrics
+sys.argv = ["compare", "--help"]
+try:
+    runpy.run_path({str(PACKAGE.parents[1] / "scripts" / "compare")!r}, run_name="__main__")
+except SystemExit as ending:
+    assert ending.code == 0
+heavy = {{"torch", "torchvision", "mpi4py", "horovod"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--output" in done.stdout

@@ -24,7 +24,9 @@ SETTINGS = Settings(
 )
 
 
-def train(cluster, settings, seconds_of_rank=lambda rank: 0.0, stop_after=None):
+def train(
+    cluster, settings, seconds_of_rank=lambda rank: 0.0, stop_after=None, stop_signal=lambda loop, rank: None
+):
     """Trains on every rank; (reached the end, the loop) of each."""
 
     def body(communicator):
@@ -35,7 +37,7 @@ def train(cluster, settings, seconds_of_rank=lambda rank: 0.0, stop_after=None):
 
         def after_step():
             communicator.clock.sleep(seconds_of_rank(communicator.rank))  # as if the step had taken so long
-            return 15 if loop.num_steps == stop_after else None
+            return 15 if loop.num_steps == stop_after else stop_signal(loop, communicator.rank)
 
         loop = TrainingLoop(settings, communicator, workload, model, run_directory, cpu, after_step)
         return loop.run(), loop
@@ -178,3 +180,33 @@ def test_parameters_that_diverged_in_the_last_step_are_not_saved(tmp_path):
     with pytest.raises(Aborted, match="not finite after step 25"):
         SimulatedCluster(2).run(body)
     assert not list((Path(settings.run_dir) / "checkpoints").glob("0*"))
+
+
+def evaluations(settings: Settings) -> list[dict]:
+    records = read_records(Path(settings.run_dir) / "metrics.rank0.jsonl")
+    return [record for record in records if record["kind"] == "evaluation"]
+
+
+@pytest.mark.parametrize("algorithm", ["allreduce", "lasgd"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_stop_during_an_evaluation_saves_first_and_evaluates_after_the_resume(tmp_path, algorithm, size):
+    """An evaluation may outlast the grace that a batch system gives; nothing is lost, repeated or left out."""
+    undisturbed, stopped = (with_run_dir(tmp_path / side, algorithm=algorithm) for side in "ab")
+    train(SimulatedCluster(size), undisturbed)
+
+    def stop_while_evaluating(loop, rank):
+        return 15 if not loop.model.training and rank == size - 1 else None
+
+    results = train(SimulatedCluster(size), stopped, stop_signal=stop_while_evaluating)
+    assert not any(ended for ended, _ in results)
+    assert evaluations(stopped) == []
+    steps = results[0][1].num_steps
+    assert [path.name for path in (tmp_path / "b/run/checkpoints").iterdir()] == [f"0001-step-{steps}"]
+    results = train(SimulatedCluster(size), replace(stopped, resume=True))
+    assert all(ended for ended, _ in results)
+    ours, expected = evaluations(stopped), evaluations(undisturbed)
+    assert len(ours) == 2
+    for key in ("samples", "step", "validation_loss", "top1_percent"):
+        assert [record[key] for record in ours] == pytest.approx(
+            [record[key] for record in expected], rel=1e-4
+        )

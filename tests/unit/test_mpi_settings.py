@@ -16,6 +16,7 @@ MPICH = "MPICH Version:      5.0.2\nMPICH Release date: ..."
 OPENMPI_4 = "Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4"
 OPENMPI_5 = "Open MPI v5.0.11, package: Open MPI ..."
 LIBRARIES = st.sampled_from([MPICH, OPENMPI_4, OPENMPI_5, "Some other MPI 1.0"])
+SRUN = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_STEP_ID": "0"}
 LAUNCHES = st.builds(Launch, st.integers(1, 64), st.integers(1, 64), st.just(0), st.none())
 
 
@@ -71,12 +72,21 @@ def test_mpich_is_given_the_other_interfaces_unless_it_has_better_ones() -> None
 
 
 def test_the_launch_is_read_from_each_launcher() -> None:
-    assert read_launch({}) == Launch(1, 1, 0, None)
+    assert read_launch({}, on_terminal=False) == Launch(1, 1, 0, None)
     hydra = {"PMI_SIZE": "8", "PMI_RANK": "5", "MPI_LOCALNRANKS": "2"}
-    assert read_launch(hydra) == Launch(8, 2, 5, "PMI_SIZE")
+    assert read_launch(hydra, on_terminal=False) == Launch(8, 2, 5, "PMI_SIZE")
     orte = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
-    assert read_launch(orte) == Launch(4, 4, 3, "OMPI_COMM_WORLD_SIZE")
-    assert read_launch({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}).rank == 1
+    assert read_launch(orte, on_terminal=False) == Launch(4, 4, 3, "OMPI_COMM_WORLD_SIZE")
+    assert read_launch(SRUN, on_terminal=False) == Launch(8, 8, 5, "SLURM_STEP_NUM_TASKS")
+
+
+@pytest.mark.parametrize("on_terminal", [False, True])
+def test_a_shell_that_srun_started_is_no_launcher(on_terminal: bool) -> None:
+    """`srun --ntasks=8 --pty bash`: one worker there is alone, and an mpirun there counts, not the step around it."""
+    shell = {**SRUN, "SLURM_PROCID": "0", "SLURM_PTY_PORT": "34889"}
+    assert read_launch(shell, on_terminal=True) == Launch(1, 1, 0, None)
+    mpirun = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2"}
+    assert read_launch({**shell, **mpirun}, on_terminal=on_terminal) == Launch(2, 2, 1, "PMI_SIZE")
 
 
 def table(**of_long_sums: object) -> bytes:

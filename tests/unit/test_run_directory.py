@@ -16,13 +16,9 @@ from pushreduce.communication.base import Communicator
 from pushreduce.settings import Settings
 from pushreduce.settings_file import load
 from pushreduce.training import run_directory
-from pushreduce.training.run_directory import RunDirectory, atomic_file, write_atomically
+from pushreduce.training.run_directory import RunDirectory
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 5])
-
-
-class Killed(BaseException):
-    """The process ends here."""
 
 
 def create(size: int, settings: Settings) -> RunDirectory:
@@ -144,44 +140,6 @@ def test_a_full_disk_leaves_nothing_behind(
     message = results_of(1, attempt)[0]
     assert list(tree(tmp_path)) == (["run/settings.yaml"] if not message else [])
     assert not message or ("No space left" in message and not (tmp_path / "run").exists())
-
-
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-@pytest.mark.parametrize("occurrence", [0, 1])
-def test_a_file_is_the_old_one_or_the_new_one_whole(
-    call: str, occurrence: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"old")
-    original, calls = getattr(os, call), iter(range(10))
-
-    def killed(*args: object) -> object:
-        if next(calls) == occurrence:
-            raise Killed
-        return original(*args)
-
-    monkeypatch.setattr(os, call, killed)
-    try:
-        write_atomically(path, b"new")
-        # One replacement only: the second one never comes.
-        assert (call, occurrence) == ("replace", 1)
-    except Killed:
-        pass
-    assert path.read_bytes() == (b"old" if occurrence == 0 else b"new")
-
-
-def test_a_writer_that_raises_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"old")
-
-    def write_half() -> None:
-        with atomic_file(path) as file:
-            file.write(b"half of the ne")
-            raise Killed
-
-    with pytest.raises(Killed):
-        write_half()
-    assert tree(tmp_path) == {"file": b"old"}
 
 
 def test_a_directory_in_use_by_another_process_is_refused(tmp_path: Path) -> None:

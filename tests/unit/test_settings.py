@@ -20,6 +20,7 @@ from pushreduce.settings import (
     OptimizerSettings,
     Settings,
     SettingsError,
+    SGPSettings,
     TrainingSettings,
     check,
     leaves,
@@ -27,7 +28,7 @@ from pushreduce.settings import (
 from pushreduce.settings_file import from_yaml, to_yaml
 
 DEFAULTS = dict(leaves(Settings()))
-SECTIONS = [Settings, LASGDSettings, DataSettings, OptimizerSettings, TrainingSettings]
+SECTIONS = [Settings, LASGDSettings, SGPSettings, DataSettings, OptimizerSettings, TrainingSettings]
 HINTS = {name: hint for each in SECTIONS for name, hint in get_type_hints(each).items() if name in DEFAULTS}
 
 
@@ -225,6 +226,7 @@ def test_a_setting_that_would_be_ignored_is_refused(
         ({"evaluate": "model.pt", "trace": True}, "--evaluate does not train"),
         ({"momentum": 0.0}, "add --no-nesterov"),
         ({"schedule": "step", "decay_epochs": (2.0, 1.0)}, "must increase"),
+        ({"schedule": "step", "decay_epochs": ()}, "--decay-epochs is empty"),
         ({"warmup_epochs": 21.0}, "longer than the run"),
         ({"model": ""}, "--model is empty"),
     ],

@@ -182,6 +182,27 @@ def test_wait_until_sees_what_other_ranks_do(cluster):
     cluster.run(body)
 
 
+@pytest.mark.parametrize("timeout_seconds", [0.0, 1.0, 2.5])
+def test_wait_until_ends_when_its_time_is_over(timeout_seconds):
+    flag = []
+
+    def body(communicator):
+        if communicator.rank == 1:
+            communicator.clock.sleep(2.0)
+            return flag.append(1)
+        true = communicator.wait_until(lambda: bool(flag), timeout_seconds)
+        assert true == (timeout_seconds > 2.0)
+        assert communicator.clock.now() == min(timeout_seconds, 2.0)
+        assert communicator.wait_until(lambda: bool(flag))
+        assert communicator.clock.now() == 2.0
+        assert communicator.wait_until(lambda: True, 0.0)
+        assert not communicator.wait_until(lambda: False, 3.0)  # with no other event to come
+        assert communicator.clock.now() == 5.0
+        return None
+
+    SimulatedCluster(2).run(body)
+
+
 def test_an_error_in_a_predicate_is_its_ranks_own():
     flag = []
 

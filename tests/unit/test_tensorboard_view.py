@@ -139,7 +139,7 @@ def test_hyper_parameters_are_in_the_run_itself(finished_run: EventAccumulator, 
 
 
 def test_predictions_are_shown(finished_run: EventAccumulator) -> None:
-    grey, colour = finished_run.Images("predictions/consensus model")
+    grey, colour = finished_run.Images("predictions/true class and prediction")
     assert grey.width == colour.width * 2 or grey.width > colour.width
     assert grey.height > colour.height
 

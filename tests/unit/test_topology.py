@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from pushreduce.communication.topology import (
     build_topology,
     exponential_hops,
 )
+from pushreduce.settings import SGPSettings
 
 SIZES = [*range(1, 65), 100, 127, 128, 129, 1000, 1023, 1024]
 VARIANTS = {
@@ -25,6 +27,11 @@ VARIANTS = {
     "two-then-one": {"graph": "exponential", "two_peer_rounds": 3},
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
+
+
+def test_the_settings_name_these_graphs():
+    """They stand twice, since settings must not import NumPy."""
+    assert get_args(get_type_hints(SGPSettings)["graph"]) == GRAPHS
 
 
 def rounds_of(topology: Topology) -> range:

@@ -33,6 +33,9 @@ class ThreadedRank(Communicator):
     def broadcast(self, *args, **kwargs):
         raise NotImplementedError
 
+    def open_mailbox(self, *args, **kwargs):
+        raise NotImplementedError
+
     def wait_until(self, predicate):
         raise NotImplementedError
 

@@ -28,13 +28,12 @@ from torch import nn
 from pushreduce.algorithms.averaged_gradients import average_gradients
 from pushreduce.algorithms.base import Algorithm, Recorder
 from pushreduce.algorithms.round_tally import RoundTally
+from pushreduce.algorithms.wire import Wire
 from pushreduce.communication.base import Communicator
 from pushreduce.communication.mailbox import Message
 from pushreduce.communication.topology import build_topology
 from pushreduce.settings import SGPSettings
 
-WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_CANARY_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 _SMALLEST_WEIGHT = 1e-9
 
 
@@ -82,10 +81,10 @@ class SGP(Algorithm):
         )
         self._x = self.parameters.new_payload(1)
         self._begin_at_parameters()
-        self._wire_dtype = WIRE_DTYPES.get(settings.wire_dtype, self.parameters.payload_dtype)
+        self._wire = Wire(settings.wire_dtype, self.parameters.payload_dtype)
         self._mailbox = communicator.open_mailbox(
             self._topology,
-            num_payload_bytes=len(self._x) * self._wire_dtype.itemsize,
+            num_payload_bytes=len(self._x) * self._wire.num_bytes_per_element,
             # Sends being tau rounds apart, the messages of one earlier sending round at most are still under way.
             num_slot_rounds=min(settings.tau, 1) + 2,
         )
@@ -113,9 +112,11 @@ class SGP(Algorithm):
     def _take_round(self, num_samples: int) -> None:
         """Round k; with 0 samples one without a gradient, which only passes on what others wait for."""
         self._round += 1
+        is_averaged = self._round < self.settings.average_rounds
         if self.communicator.size == 1:
-            self._local_step(num_samples)
-        elif self._round < self.settings.average_rounds:
+            self._local_update()
+            self._record_step("average" if is_averaged else "step", num_samples)
+        elif is_averaged:
             self._average_round(num_samples)
         else:
             if num_samples > 0:
@@ -126,13 +127,11 @@ class SGP(Algorithm):
 
     def _local_step(self, num_samples: int) -> None:
         """x <- x + (z_after - z_before), as (x - z_before) + z_after: exact where w is 1. Never scaled by w."""
-        if self.communicator.size > 1:
-            with self._timed("communication_seconds"):
-                self.parameters.add_to(self._x, alpha=-1.0)
+        with self._timed("communication_seconds"):
+            self.parameters.add_to(self._x, alpha=-1.0)
         self._local_update()
-        if self.communicator.size > 1:
-            with self._timed("communication_seconds"):
-                self.parameters.add_to(self._x)
+        with self._timed("communication_seconds"):
+            self.parameters.add_to(self._x)
         self._record_step("step", num_samples)
 
     def _average_round(self, num_samples: int) -> None:
@@ -159,7 +158,7 @@ class SGP(Algorithm):
             with self._waiting():
                 memory = self._mailbox.outgoing()
             with self._timed("communication_seconds"):
-                sent = self._encode(torch.from_numpy(memory).view(self._wire_dtype), share)
+                sent = self._wire.encode(self._x, share, memory)
                 self._x.sub_(sent, alpha=len(reserved))  # of what was sent as rounded: the sum is conserved
                 self._mailbox.send(sending_round, reserved, share * self._weight)
                 self._weight -= len(reserved) * (share * self._weight)
@@ -174,29 +173,18 @@ class SGP(Algorithm):
             round=self._round,
             sending_round=sending_round,
             to=reserved,
-            share=share if reserved else 0.0,
+            share=share,
         )
 
     def _reserve(self, sending_round: int, to: int) -> bool:
+        """Whether the message may be sent. A rank whose receivers are always late would gather all mass: so only one
+        that has no more than its share, w <= 1, may lose its patience."""
         patience = self.settings.slot_patience_seconds
         return self._wait(
             lambda: self._mailbox.is_granted(sending_round, to),
             receive=False,
-            timeout_seconds=math.inf if patience is None else patience,
+            timeout_seconds=math.inf if patience is None or self._weight > 1.0 else patience,
         )
-
-    def _encode(self, payload: torch.Tensor, share: float) -> torch.Tensor:
-        """Writes share x into `payload`, in its dtype; returns what a receiver will read, on the model's device."""
-        if self._x.device == payload.device:
-            sent = torch.mul(self._x, share, out=payload)
-        else:
-            sent = (self._x * share).to(self._wire_dtype)
-            payload.copy_(sent)
-        if self._wire_dtype == torch.float16 and not bool(sent.isfinite().all()):
-            raise FloatingPointError(
-                f"weights of round {self._round} do not fit float16: take --wire-dtype bfloat16"
-            )
-        return sent
 
     def _wait_for_messages(self) -> None:
         """The blocking rule: all messages sent in rounds up to k - tau have been applied."""
@@ -216,13 +204,8 @@ class SGP(Algorithm):
     def _apply(self, message: Message) -> None:
         """x <- x + what has arrived, straight from the mailbox's memory."""
         with self._timed("communication_seconds"):
-            payload = torch.from_numpy(message.payload).view(self._wire_dtype)
-            at_least_float32 = torch.promote_types(self._wire_dtype, torch.float32)
-            if not math.isfinite(payload.sum(dtype=at_least_float32)):
-                raise FloatingPointError(
-                    f"the weights from rank {message.source} in round {self._round} are not finite"
-                )
-            self._check_canary(float(payload[-1]), message.weight, f"from rank {message.source}")
+            where = f"from rank {message.source} in round {self._round} of rank {self.communicator.rank}"
+            payload = self._wire.decode(message.payload, message.weight, where)
             self._x.add_(payload.to(self._x.device))
             self._weight += message.weight
         self._record("apply", round=self._round, sending_round=message.round_number, source=message.source)
@@ -252,7 +235,9 @@ class SGP(Algorithm):
                 if receive and self.communicator.size > 1:
                     in_time = self._mailbox.wait(condition_or_tally, self._own_sending_round, self._apply)
                 else:
-                    in_time = self.communicator.wait_until(condition_or_tally, deadline - clock.now())
+                    in_time = self.communicator.wait_until(
+                        condition_or_tally, max(0.0, deadline - clock.now())
+                    )
             if condition():
                 return True
             if not in_time:
@@ -286,7 +271,9 @@ class SGP(Algorithm):
         num_sent = self._own_sending_round + 1
         self._wait(lambda: self._mailbox.num_rounds_received >= num_sent)
         self._debias()
-        self._check_canary(float(self._x[-1]), self._weight, "after the drain")
+        self._wire.check_canary(
+            float(self._x[-1]), self._weight, f"after the drain on rank {self.communicator.rank}"
+        )
         self._x[-1] = self._weight  # so that rounding errors do not add up
         weights = torch.tensor([self._weight], dtype=torch.float64)
         mean = self.communicator.average(weights, "sgp.weight").item()
@@ -294,13 +281,6 @@ class SGP(Algorithm):
             raise RuntimeError(
                 f"the weights of PushSum sum to {mean * self.communicator.size}, not {self.communicator.size}: "
                 "a message was lost or applied twice"
-            )
-
-    def _check_canary(self, canary: float, weight: float, where: str) -> None:
-        if abs(canary - weight) > _CANARY_TOLERANCES[self._wire_dtype] * max(weight, _SMALLEST_WEIGHT):
-            raise RuntimeError(
-                f"rank {self.communicator.rank}, round {self._round}, {where}: the values carry a weight of {canary}, "
-                f"their header says {weight}: a message was torn, lost or applied twice"
             )
 
     @contextmanager

@@ -43,8 +43,15 @@ class Launch:
     """The variable that `num_ranks` comes from; None without a launcher."""
 
 
-def read_launch(environment: Mapping[str, str]) -> Launch:
-    """Reads the variables of Open MPI's mpirun, MPICH's mpirun and srun; without a launcher: one rank."""
+def read_launch(environment: Mapping[str, str], *, on_terminal: bool) -> Launch:
+    """Reads the variables of Open MPI's mpirun, MPICH's mpirun and srun; without a launcher: one rank.
+
+    Args:
+        on_terminal: whether standard input is one. No task of srun has it, apart from the shell of `srun --pty bash`,
+            whose variables tell of that shell's step and not of what is started in it.
+    """
+    if on_terminal:
+        environment = {name: value for name, value in environment.items() if not name.startswith("SLURM_")}
 
     def first(names: Iterable[str]) -> tuple[str | None, int | None]:
         for name in names:

@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from pushreduce.communication.mailbox import Bytes, Mailbox, Message
+from pushreduce.communication.mailbox import Apply, Bytes, Mailbox, Message
 from pushreduce.communication.topology import Topology
 from pushreduce.communication.virtual_time import Scheduler
 
@@ -63,6 +63,7 @@ class SimulatedMailbox(Mailbox):
         self._slots = np.full((*shape, self.num_message_bytes), _GARBAGE, np.uint8)
         self._arrived = np.zeros(shape, np.int64)
         self._granted = np.zeros((topology.size, num_slot_rounds), np.int64)
+        self._counters_changed = False  # since `receive` or `has_news` found nothing more
         self._claimed = np.full(
             shape, -1
         )  # the last round whose sender wrote into each slot, or said that it skips
@@ -130,7 +131,7 @@ class SimulatedMailbox(Mailbox):
         receiver = self._mailboxes[to]
         unread, expected = receiver._unread(slot), int(receiver._expected[slot])
         # A receiver that has not begun may have `begin_at` before it.
-        if unread is not None or (receiver._own_round >= 0 and expected != round_number):
+        if unread is not None or (receiver._own_round >= receiver._first_round and expected != round_number):
             holds = f"holds round {unread}, unread" if unread is not None else f"awaits round {expected}"
             raise AssertionError(
                 f"rank {self.rank} writes its message of round {round_number} into a slot of rank {to} that {holds}"
@@ -140,10 +141,20 @@ class SimulatedMailbox(Mailbox):
     def _publish(self, value: int, to: int, slot: tuple[int, int]) -> None:
         def arrive() -> None:
             self._mailboxes[to]._arrived[slot] = value
+            self._mailboxes[to]._counters_changed = True
 
         self._scheduler.at(self._scheduler.now + self._delay_seconds(_COUNTER_BYTES), arrive)
 
     # -- receiving -------------------------------------------------------------------------------------------------
+
+    def receive(self, own_round: int, apply: Apply) -> None:
+        self._counters_changed = False
+        super().receive(own_round, apply)
+
+    def has_news(self) -> bool:
+        # Every waiting rank is asked after every event of any rank: at 256 ranks the flag spares 4/5 of a run's time.
+        self._counters_changed = self._counters_changed and super().has_news()
+        return self._counters_changed
 
     def _slot_memory(self, s: int, p: int) -> Bytes:
         return self._slots[s, p]

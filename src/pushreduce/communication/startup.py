@@ -71,7 +71,7 @@ def start(*, quiet: bool = False, problem: str = "") -> Process:
     one_thread = os.environ.setdefault("OMP_NUM_THREADS", "1") == "1"
     mpi = _start_mpi()
     world = mpi.COMM_WORLD
-    launch = mpi_settings.read_launch(os.environ)
+    launch = _launch()
     if world.size == 1 and launch.num_ranks > 1:
         raise StartupError(
             f"the launcher started {launch.num_ranks} ranks ({launch.variable}), but each believes to be "
@@ -134,7 +134,7 @@ def rank_without_horovod() -> int:
 
     Where MPI itself cannot be started: the rank that the launcher's environment names, or 0.
     """
-    launch = mpi_settings.read_launch(os.environ)
+    launch = _launch()
     try:
         world = _start_mpi().COMM_WORLD
     except StartupError:
@@ -259,7 +259,7 @@ def _start_mpi() -> Any:
     if not MPI.Is_initialized():
         import psutil
 
-        launch = mpi_settings.read_launch(os.environ)
+        launch = _launch()
         version = MPI.Get_library_version()
         up = {name for name, state in psutil.net_if_stats().items() if state.isup}
         interfaces = {
@@ -276,6 +276,10 @@ def _start_mpi() -> Any:
         settings_made.update(made)
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     return MPI
+
+
+def _launch() -> mpi_settings.Launch:
+    return mpi_settings.read_launch(os.environ, on_terminal=os.isatty(0))
 
 
 def _unfit_before_horovod(mpi: Any) -> str:

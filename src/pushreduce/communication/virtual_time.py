@@ -107,6 +107,7 @@ class Scheduler:
 
         Returns whether it is true; False once `timeout_seconds` are over.
         """
+        assert timeout_seconds >= 0, f"a wait of {timeout_seconds} s would turn the time back"
         rank, deadline = self.running_rank(), self.now + timeout_seconds
         if timeout_seconds < math.inf:
             self.at(deadline, lambda: None)  # an event, after which the predicates are evaluated

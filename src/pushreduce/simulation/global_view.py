@@ -2,7 +2,8 @@
 
 Owns the optimizers' formulas, SGD-AR and LASGD as seen from outside, and the rules that a trace of events
 must keep. Shares no code with `algorithms` or `communication`, and must not: agreement between the two is
-evidence only while they have nothing in common but the papers. Reading traces of real runs is `replay.py`'s.
+evidence only while they have nothing in common but the papers. SGP is `push_sum_view.py`'s, reading traces of
+real runs `replay.py`'s.
 
 A trace is one list of events a rank, in that rank's order; events are dictionaries as `--trace` writes them:
 
@@ -135,15 +136,15 @@ def replay_lasgd(
         match event:
             case {"event": "step", "step": step, "num_samples": _, "learning_rate": learning_rate}:
                 if step != worker.num_steps:
-                    _reject(worker.rank, event, f"this is the rank's step {worker.num_steps}")
+                    reject(worker.rank, event, f"this is the rank's step {worker.num_steps}")
                 worker.num_steps += 1
                 g = gradient(worker.rank, step, worker.x.copy())
                 worker.x = worker.rule.update(worker.x, g, learning_rate)
             case {"event": "post", "round": t}:
                 if worker.snapshot is not None:
-                    _reject(worker.rank, event, f"round {worker.num_rounds - 1} is still outstanding")
+                    reject(worker.rank, event, f"round {worker.num_rounds - 1} is still outstanding")
                 if t != worker.num_rounds:
-                    _reject(worker.rank, event, f"this is the rank's round {worker.num_rounds}")
+                    reject(worker.rank, event, f"this is the rank's round {worker.num_rounds}")
                 worker.num_rounds += 1
                 worker.snapshot = snapshots[worker.rank] = worker.x.copy()
                 if len(snapshots) == len(workers):
@@ -152,13 +153,13 @@ def replay_lasgd(
                     num_complete, snapshots = t + 1, {}
             case {"event": "apply", "round": t}:
                 if worker.snapshot is None or t != worker.num_rounds - 1:
-                    _reject(worker.rank, event, "the rank has no such round outstanding")
+                    reject(worker.rank, event, "the rank has no such round outstanding")
                 if t == num_complete:
                     return False
                 worker.x = worker.x + alpha * (centre - worker.snapshot)
                 worker.snapshot = None
             case _:
-                _reject(worker.rank, event, "this is no event of LASGD")
+                reject(worker.rank, event, "this is no event of LASGD")
         return True
 
     next_event = [0] * len(workers)
@@ -172,7 +173,7 @@ def replay_lasgd(
     for rank, trace in enumerate(events):
         if next_event[rank] < len(trace):
             missing = [other for other in range(len(workers)) if other not in snapshots]
-            _reject(rank, trace[next_event[rank]], f"ranks {missing} never post that round")
+            reject(rank, trace[next_event[rank]], f"ranks {missing} never post that round")
     return np.stack([worker.x for worker in workers])
 
 
@@ -210,27 +211,28 @@ def replay_allreduce(x0: Vector, events: Sequence[Sequence[Event]], gradient: Gr
         samples, weighted, learning_rates = 0, np.zeros_like(x), []
         for rank, trace in enumerate(events):
             if k == len(trace):
-                _reject(rank, trace[-1] if trace else {}, f"the trace ends; others go on to round {k}")
+                reject(rank, trace[-1] if trace else {}, f"the trace ends; others go on to round {k}")
             match trace[k]:
                 case {"event": "round", "round": number, "num_samples": b, "learning_rate": learning_rate}:
                     if number != k:
-                        _reject(rank, trace[k], f"this is the rank's round {k}")
+                        reject(rank, trace[k], f"this is the rank's round {k}")
                     learning_rates.append(learning_rate)
                     if b > 0:
                         weighted += b * gradient(rank, num_steps[rank], x.copy())
                         num_steps[rank] += 1
                         samples += b
                 case _:
-                    _reject(rank, trace[k], "this is no event of SGD-AR")
+                    reject(rank, trace[k], "this is no event of SGD-AR")
         if samples > 0:
             for rank, learning_rate in enumerate(learning_rates):
                 if learning_rate != learning_rates[0]:
-                    _reject(rank, events[rank][k], f"rank 0 updates at learning rate {learning_rates[0]}")
+                    reject(rank, events[rank][k], f"rank 0 updates at learning rate {learning_rates[0]}")
             x = rule.update(x, weighted / samples, learning_rates[0])
     return np.tile(x, (len(events), 1))
 
 
-def _reject(rank: int, event: Event, reason: str) -> NoReturn:
+def reject(rank: int, event: Event, reason: str) -> NoReturn:
+    """Refuses a trace for what `event` of `rank` does."""
     raise ValueError(f"rank {rank}, event {event}: {reason}")
 
 

@@ -2,7 +2,8 @@
 parameters.
 
 Owns reading a run directory's trace, recomputing its gradients in float64, and the verdict. The algorithms
-are `global_view.py`'s; batches, model and loss are the workload's own, which the oracle does not check.
+are `global_view.py`'s and `push_sum_view.py`'s; batches, model and loss are the workload's own, which the oracle
+does not check.
 
     scripts/replay runs/digits-lasgd
 """
@@ -24,16 +25,19 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from pushreduce import settings_file
+from pushreduce.communication.topology import build_topology
 from pushreduce.settings import OptimizerSettings, Settings
 from pushreduce.simulation.global_view import (
     SGD,
     Adam,
     Event,
+    Gradient,
     Rule,
     Vector,
     replay_allreduce,
     replay_lasgd,
 )
+from pushreduce.simulation.push_sum_view import replay_sgp, replay_sgp_by_event
 from pushreduce.workloads import Batch, Workload, build_workload
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
@@ -95,7 +99,38 @@ def _replay(
             replayed = replay_lasgd(initial, events, gradient, rule, alpha=alpha, beta=beta)
         case "allreduce":
             replayed = replay_allreduce(initial, events, gradient, rule)
+        case "sgp":
+            replayed = _replay_sgp(initial, events, gradient, rule, settings)
     return replayed, [len(steps) for steps in num_samples]
+
+
+def _replay_sgp(
+    initial: Vector, events: list[list[Event]], gradient: Gradient, rule: Rule, settings: Settings
+) -> Vector:
+    """By round where senders wait for their slots, by event where they may keep the mass instead."""
+    sgp = settings.sgp
+    if sgp.wire_dtype != "full":
+        raise ValueError(
+            f"--wire-dtype {sgp.wire_dtype} rounds what is sent, which the oracle does not know: trace with full"
+        )
+    topology = build_topology(
+        sgp.graph,
+        len(events),
+        num_peers=sgp.num_peers,
+        two_peer_rounds=sgp.two_peer_rounds,
+        seed=settings.seed,
+    )
+    replay = replay_sgp if sgp.slot_patience_seconds is None else replay_sgp_by_event
+    return replay(
+        initial,
+        events,
+        gradient,
+        rule,
+        topology,
+        tau=sgp.tau,
+        average_rounds=sgp.average_rounds,
+        biased=sgp.biased,
+    )
 
 
 def build_rule(settings: OptimizerSettings) -> Rule:

@@ -28,7 +28,7 @@ import torch
 
 from pushreduce.communication.base import Communicator
 from pushreduce.training.agreement import AgreedError, agree, agree_with_root
-from pushreduce.training.run_directory import sync_directory
+from pushreduce.training.atomic_file import sync_directory
 from pushreduce.training.verified_files import (
     damage_of,
     load_state,

@@ -15,9 +15,10 @@ from tqdm import tqdm
 
 from pushreduce.communication.base import Communicator
 from pushreduce.settings import Settings
+from pushreduce.training.atomic_file import write_atomically
 from pushreduce.training.curves import draw_curves
 from pushreduce.training.metrics import read_records
-from pushreduce.training.run_directory import RunDirectory, write_atomically
+from pushreduce.training.run_directory import RunDirectory
 from pushreduce.training.summary import print_summary, summarise, write_summary
 from pushreduce.training.view import RunView
 

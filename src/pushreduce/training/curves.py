@@ -74,7 +74,7 @@ def draw_curves(run_dirs: Path | Sequence[Path], png: Path, labels: Sequence[str
     """
     runs = [run_dirs] if isinstance(run_dirs, Path) else list(run_dirs)
     with matplotlib.rc_context(_STYLE):
-        figure, axes = plt.subplots(2, 2, figsize=(9, 6), sharey="row")
+        figure, axes = plt.subplots(2, 2, figsize=(9, 6), sharex="col", sharey="row")
         _draw_runs(axes, runs, labels or [run.name for run in runs])
         figure.savefig(png)
         plt.close(figure)
@@ -89,7 +89,7 @@ def draw_comparison(
         figure = plt.figure(figsize=(9, 6.2 + height))
         grid = figure.add_gridspec(2, 1, height_ratios=(6.2, height))
         above, below = figure.add_subfigure(grid[0]), figure.add_subfigure(grid[1])
-        _draw_runs(above.subplots(2, 2, sharey="row"), run_dirs, labels)
+        _draw_runs(above.subplots(2, 2, sharex="col", sharey="row"), run_dirs, labels)
         _draw_iterations(below.subplots(), summaries, labels)
         figure.savefig(png)
         plt.close(figure)
@@ -110,7 +110,13 @@ def _draw_runs(axes: np.ndarray, run_dirs: Sequence[Path], labels: Sequence[str]
             middle, low, high = curves.loss
             if alone:
                 loss_axis.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
-            loss_axis.plot(at, middle, dashes, color=colour, label="training" if alone else label)
+            loss_axis.plot(
+                at,
+                middle,
+                dashes,
+                color=colour,
+                label="training (band: 80 % of the steps)" if alone else label,
+            )
             loss_axis.plot(
                 evaluated_at,
                 curves.validation_loss,
@@ -138,16 +144,14 @@ def _draw_runs(axes: np.ndarray, run_dirs: Sequence[Path], labels: Sequence[str]
             axes[0, column].set_yscale("log")
             axes[0, column].yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
             axes[0, column].yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
-        axes[0, column].xaxis.set_major_locator(MaxNLocator("auto", steps=(1, 2, 5, 10)))
         axes[1, column].xaxis.set_major_locator(MaxNLocator("auto", steps=(1, 2, 5, 10)))
-        for row in (0, 1):
-            axes[row, column].set_xlabel(x_label)
-            axes[row, column].set_xlim(left=0)
+        axes[1, column].set_xlabel(x_label)
+        axes[1, column].set_xlim(left=0)
     axes[0, 0].set_ylabel("loss" if alone else "loss (line: training, dots: validation)")
-    axes[1, 0].set_ylabel("top-1 accuracy (%)\n(line: consensus model, band: all ranks)")
+    axes[1, 0].set_ylabel("top-1 accuracy (%)")
     if alone:
         axes[0, 0].legend()
-    axes[1, 0].legend(loc="lower right")
+    axes[1, 0].legend(loc="lower right", title="line: consensus model, band: all ranks", alignment="left")
 
 
 def _draw_iterations(axis: Axes, summaries: Sequence[Summary], labels: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ Sums and counts are reduced, not means of means, and every validation sample is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -22,6 +23,10 @@ _REESTIMATION_BATCHES = 50
 _NUM_SAMPLE_IMAGES = 16
 
 
+class EvaluationStoppedError(AgreedError):
+    """A rank was asked to stop while it evaluated: there is no result. Raised on all ranks alike."""
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Results; all but `predictions` are equal on all ranks."""
@@ -37,26 +42,38 @@ class Evaluation:
     """Rank 0: some images and what the consensus model says of them; None where samples are not images."""
 
 
-def evaluate(algorithm: Algorithm, workload: Workload, own: Tensor, *, batch_norm: str) -> Evaluation:
-    """Evaluates the consensus of all workers, and what each was before they were drained. Collective; drains.
+def evaluate(
+    algorithm: Algorithm,
+    workload: Workload,
+    own: Tensor,
+    *,
+    batch_norm: str,
+    stop_wanted: Callable[[], bool] = lambda: False,
+) -> Evaluation:
+    """Evaluates the consensus of all workers, and what each was before they were drained. Collective.
+
+    Call it after `algorithm.finish()`, with no step in between.
 
     Args:
         own: payload with this worker's parameters before it entered `finish()`; overwritten.
         batch_norm: "mean" or "reestimate", as in the settings.
+        stop_wanted: asked between validation batches.
 
     Raises:
         AgreedError: a validation sample cannot be read.
+        EvaluationStoppedError: a rank's `stop_wanted` said so; the workers are as they were.
     """
     model, communicator = algorithm.model, algorithm.communicator
-    algorithm.finish()
     algorithm.parameters.swap(own)
-    own_sums = agree(communicator, lambda: score(model, workload)[0])
-    algorithm.parameters.swap(own)
+    try:
+        own_sums = agree(communicator, lambda: score(model, workload, stop_wanted)[0])
+    finally:
+        algorithm.parameters.swap(own)
     with algorithm.consensus():
         square = algorithm.parameters.squared_distance(own)
         if batch_norm == "reestimate":
             reestimate_batch_norm(model, workload, communicator)
-        loss, top1_percent, batch = score_together(model, workload, communicator)
+        loss, top1_percent, batch = score_together(model, workload, communicator, stop_wanted)
         predictions = None
         if communicator.rank == 0 and batch is not None:
             model.eval()
@@ -73,7 +90,10 @@ def evaluate(algorithm: Algorithm, workload: Workload, own: Tensor, *, batch_nor
 
 
 def score_together(
-    model: nn.Module, workload: Workload, communicator: Communicator
+    model: nn.Module,
+    workload: Workload,
+    communicator: Communicator,
+    stop_wanted: Callable[[], bool] = lambda: False,
 ) -> tuple[float, float, Batch | None]:
     """(loss, top-1 in percent, this rank's first batch) of a model that all ranks hold, on the whole validation set.
 
@@ -81,11 +101,12 @@ def score_together(
 
     Raises:
         AgreedError: a validation sample cannot be read, or all are skipped.
+        EvaluationStoppedError: as in `evaluate`.
     """
     first: list[Batch | None] = []
 
     def score_own_part() -> dict[str, float]:
-        sums, batch = score(model, workload)
+        sums, batch = score(model, workload, stop_wanted)
         first.append(batch)
         return sums
 
@@ -99,11 +120,14 @@ def score_together(
 
 
 @torch.no_grad()
-def score(model: nn.Module, workload: Workload) -> tuple[dict[str, float], Batch | None]:
+def score(
+    model: nn.Module, workload: Workload, stop_wanted: Callable[[], bool] = lambda: False
+) -> tuple[dict[str, float], Batch | None]:
     """Sums of loss and correct answers over this rank's part of the validation set, and its first batch.
 
     Raises:
         ValueError: a sample cannot be read.
+        EvaluationStoppedError: `stop_wanted` said so before a batch; on this rank only.
     """
     was_training = model.training
     model.eval()
@@ -111,6 +135,8 @@ def score(model: nn.Module, workload: Workload) -> tuple[dict[str, float], Batch
     sums: dict[str, float] = dict.fromkeys(("loss_sum", "num_correct", "num_samples"), 0.0)
     first = None
     for batch in workload.validation_batches():
+        if stop_wanted():
+            raise EvaluationStoppedError("stopped during an evaluation")
         on_device = batch.to(like.device, like.dtype)
         first = on_device if first is None else first
         for name, value in workload.score(model, on_device).items():

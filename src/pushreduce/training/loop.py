@@ -25,7 +25,7 @@ from pushreduce.communication.base import Communicator
 from pushreduce.settings import Settings
 from pushreduce.training import run_state
 from pushreduce.training.checkpoint import Checkpoints
-from pushreduce.training.evaluate import evaluate
+from pushreduce.training.evaluate import EvaluationStoppedError, evaluate
 from pushreduce.training.metrics import MetricsRecord
 from pushreduce.training.milestones import Milestones
 from pushreduce.training.run_directory import RunDirectory
@@ -239,14 +239,26 @@ class TrainingLoop:
 
     def _act_on_milestone(self, own: torch.Tensor | None) -> None:
         due = self.milestones.next_actions
-        self.milestones.pass_next()
         if own is not None:
-            self._evaluate(own)
+            try:
+                self._evaluate(own)
+            except (
+                EvaluationStoppedError
+            ):  # it may outlast the grace: the checkpoint first, the evaluation after a resume
+                self.algorithm.request_stop()
+                return
+        self.milestones.pass_next()
         if "checkpoint" in due:
             self.newest_checkpoint = run_state.save(self)
 
     def _evaluate(self, own: torch.Tensor) -> None:
-        result = evaluate(self.algorithm, self.workload, own, batch_norm=self.settings.training.batch_norm)
+        result = evaluate(
+            self.algorithm,
+            self.workload,
+            own,
+            batch_norm=self.settings.training.batch_norm,
+            stop_wanted=lambda: self.stop_signal() is not None,
+        )
         samples = self.algorithm.progress.samples
         record = self.record.evaluation(
             step=self.num_steps,

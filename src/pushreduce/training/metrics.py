@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pushreduce.training.run_directory import atomic_file
+from pushreduce.training.atomic_file import atomic_file
 
 Record = dict[str, Any]
 

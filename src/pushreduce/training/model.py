@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -21,6 +22,28 @@ def initial_model(settings: Settings, workload: Workload, device: torch.device) 
     """
     torch.manual_seed(settings.seed)
     return workload.build_model().to(device, DTYPES[settings.training.dtype])
+
+
+def refuse_batch_of_one(model: nn.Module, workload: Workload) -> None:
+    """Where a rank takes one sample a step, tries whether `model` can be trained so; it stays as it is.
+
+    BatchNorm has nothing to normalise with where that sample leaves it one value a channel.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if workload.batch_size_per_rank > 1:
+        return
+    like = next(model.parameters())
+    batch = next(workload.train_batches()).to(like.device, like.dtype)
+    try:
+        with torch.no_grad():
+            workload.loss(deepcopy(model).train(), batch)
+    except ValueError as error:
+        raise ValueError(
+            f"the model's BatchNorm cannot be trained with one sample a rank and step ({error}): give "
+            "--batch-size-per-rank 2 or more (start fewer ranks if a shard has fewer), or a --model without BatchNorm"
+        ) from error
 
 
 def load_model(settings: Settings, workload: Workload, device: torch.device) -> nn.Module:

@@ -1,26 +1,26 @@
-"""The directory of a run: its name, the paths in it, and writing files so that they are whole or absent.
+"""The directory of a run: its name and the paths in it.
 
 Owns where things lie and who makes the directory. Does not own what the files contain (`metrics.py`,
-`checkpoint.py`, ...), apart from `settings.yaml`, whose presence says that the directory holds a run.
+`checkpoint.py`, ...), apart from `settings.yaml`, whose presence says that the directory holds a run; nor how
+they are written whole (`atomic_file.py`).
 """
 
 from __future__ import annotations
 
 import fcntl
 import itertools
-import os
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import TextIO
 
 from pushreduce.communication.base import Communicator
 from pushreduce.settings import Settings
 from pushreduce.settings_file import to_yaml
 from pushreduce.training.agreement import agree_with_root
+from pushreduce.training.atomic_file import write_atomically
 
 _locks: list[TextIO] = []  # of this process's runs; closing one would give it up
 
@@ -171,37 +171,3 @@ def _make_unused(settings: Settings) -> Path:
             if not path.exists():
                 raise
     raise AssertionError
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to that appears at `path` on leaving the block: whole, on disk, in place of any other.
-
-    Where the block raises, `path` stays as it was. OSError as from any writing.
-    """
-    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """`content` at `path`, as `atomic_file` does it."""
-    with atomic_file(path) as file:
-        file.write(content)
-
-
-def sync_directory(path: Path) -> None:
-    """Returns when the names in the directory `path` are on disk: without it, a crash may undo a rename."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

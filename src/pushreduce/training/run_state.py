@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from pushreduce.training.agreement import agree_with_root
+from pushreduce.training.atomic_file import atomic_file
 from pushreduce.training.checkpoint import CheckpointError, fingerprint
 from pushreduce.training.evaluate import reestimate_batch_norm
-from pushreduce.training.run_directory import atomic_file
 
 if TYPE_CHECKING:
     from pushreduce.training.loop import TrainingLoop

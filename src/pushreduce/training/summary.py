@@ -15,8 +15,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from pushreduce.training.atomic_file import write_atomically
 from pushreduce.training.metrics import Record
-from pushreduce.training.run_directory import write_atomically
 
 PHASES = ("compute", "local_update", "communication", "blocked")
 """The parts of an iteration that the record has. What remains is the loop's own: loading data, recording."""

@@ -8,7 +8,6 @@ Horizontal axes: global samples ("images"), except for tags that end in "by wall
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pushreduce.training.atomic_file import atomic_file
 from pushreduce.training.metrics import Record
 from pushreduce.training.summary import PHASES
 
@@ -33,6 +33,7 @@ _STEPS_PER_ALLREDUCE = "workers/local steps per all-reduce"
 _STALENESS = "workers/rounds that a message was late"
 _LEARNING_RATE = "optimizer/learning rate"
 _THROUGHPUT = "speed/images per second, all ranks"
+_PREDICTIONS = "predictions/true class and prediction"
 _ITERATION = "speed/iteration, ms"
 _PHASE = "speed/iteration: {}, ms"
 
@@ -124,11 +125,11 @@ class TensorBoardView:
         Args:
             images: [num_images, 1 or 3, height, width], any range; each is stretched to the full range of
                 grey.
-            captions: one an image, such as "true 3, said 5 (61 %)"; about 20 characters fit.
+            captions: one an image, such as "3/5": true class and prediction.
             step: global samples so far.
         """
         grid = _draw_grid(images.detach().float().cpu().numpy(), captions)
-        self._writer.add_image("predictions/consensus model", grid, step, dataformats="HWC")
+        self._writer.add_image(_PREDICTIONS, grid, step, dataformats="HWC")
 
     def close(self, hparams: Mapping[str, Any], final_metrics: Mapping[str, float | None]) -> None:
         """Adds the hyper-parameters with the final metrics to this same run, and closes the file.
@@ -215,8 +216,7 @@ def _cut_events(path: Path, samples: int) -> None:
     from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
     from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
-    kept = path.with_name("cut." + path.name + ".tmp")
-    with kept.open("wb") as file:
+    with atomic_file(path) as file:
         writer = RecordWriter(file)
         for raw in RawEventFileLoader(str(path)).Load():
             event = Event.FromString(raw)
@@ -226,7 +226,6 @@ def _cut_events(path: Path, samples: int) -> None:
             # The earlier end of the run is none any more.
             if not any(tag.startswith(("_hparams_/", "summary/")) for tag in tags):
                 writer.write(raw)
-    os.replace(kept, path)
 
 
 def _draw_grid(images: np.ndarray, captions: Sequence[str]) -> np.ndarray:
@@ -235,8 +234,11 @@ def _draw_grid(images: np.ndarray, captions: Sequence[str]) -> np.ndarray:
     from PIL import Image, ImageDraw, ImageFont
 
     assert len(images) == len(captions), "one caption an image"
-    font = ImageFont.truetype(Path(matplotlib.get_data_path(), "fonts/ttf/DejaVuSans.ttf"), size=14)
-    side, text_height, gap = 144, 22, 14
+    side, text_height, gap = 144, 32, 14
+    font = ImageFont.truetype(Path(matplotlib.get_data_path(), "fonts/ttf/DejaVuSans.ttf"), size=28)
+    # TensorBoard shows the grid at less than half its size: as large as the longest caption allows.
+    longest = max(map(font.getlength, captions), default=0.0)
+    font = font.font_variant(size=28 * min(1.0, side / max(longest, 1.0)))
     num_columns = min(4, max(1, len(images)))
     num_rows = -(-len(images) // num_columns)
     size = (num_columns * (side + gap) + gap, num_rows * (side + text_height + gap) + gap)

@@ -15,7 +15,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from pushreduce.training.run_directory import write_atomically
+from pushreduce.training.atomic_file import write_atomically
 
 SEAL = "sha256_of_the_rest"
 

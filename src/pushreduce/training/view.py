@@ -55,7 +55,13 @@ class RunView:
     def close(self, final_metrics: dict[str, Any]) -> None:
         self._show_steps()
         self._bar.close()
-        numbers = {name: value for name, value in final_metrics.items() if isinstance(value, (int, float))}
+        # TensorBoard's table begins with the first of them.
+        names = sorted(
+            final_metrics, key=lambda name: name not in ("top1_percent", "validation_loss", "wall_seconds")
+        )
+        numbers = {
+            name: final_metrics[name] for name in names if isinstance(final_metrics[name], (int, float))
+        }
         self._tensorboard.close(asdict(self._settings), numbers)
 
     def _show_steps(self) -> None:
