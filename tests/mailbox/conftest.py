@@ -20,7 +20,7 @@ from pushreduce.communication.mailbox_check import LimitedWait
 from pushreduce.communication.topology import Topology, build_topology
 
 HANGS_AFTER_SECONDS = 60.0
-_LAUNCHED = mpi_settings.read_launch(os.environ).num_ranks >= 2
+_LAUNCHED = mpi_settings.read_launch(os.environ, on_terminal=os.isatty(0)).num_ranks >= 2
 
 
 def pytest_configure(config: pytest.Config) -> None:

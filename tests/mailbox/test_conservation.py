@@ -105,14 +105,12 @@ def test_two_peers_then_one(ranks):
 
 @pytest.mark.parametrize("tau", [0, 1])
 def test_large_messages(ranks, tau):
-    """20 MB, far beyond every eager limit; their readers spin, to catch a counter that comes before its payload."""
+    """20 MB, far beyond every eager limit: a counter must not come before its payload."""
     num_values = 2_500_000
     mailbox = ranks.open("exponential", num_payload_bytes=8 * (num_values + 1), num_slot_rounds=tau + 2)
     worker = Worker(mailbox, num_values, tau)
-    for _ in range(6):
+    for _ in range(4):
         worker.take_round(np.inf)
-        while not mailbox.num_rounds_received > worker.round - tau:
-            mailbox.receive(worker.round, worker.apply)
     worker.wait_for(worker.round)
     check_conserved(ranks, worker)
     mailbox.free()

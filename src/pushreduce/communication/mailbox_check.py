@@ -103,8 +103,7 @@ def _rehearse(mailbox: Mailbox) -> float:
             share = weight / (1 + len(receivers))
             mailbox.send(round_number, receivers, share)
             weight -= len(receivers) * share
-        if not mailbox.wait(received(round_number), round_number, apply):
-            raise MailboxError(f"not all messages of round {round_number} came")
+        mailbox.wait(received(round_number), round_number, apply)
     return weight
 
 

@@ -20,6 +20,7 @@ import math
 import queue
 import threading
 from collections import deque
+from contextlib import suppress
 
 import mpi4py
 import numpy as np
@@ -90,9 +91,9 @@ class PushSumWindow(Mailbox):
         self._num_buffers = 0
         self._free_buffers: deque[Bytes] = deque()
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        self._num_jobs = self._num_jobs_done = (
-            0  # the main thread counts the one, the helper thread the other
-        )
+        self._num_jobs = 0  # counted by the main thread
+        self._num_jobs_done = 0  # by the helper thread
+        self._owed: list[_Empty] = []  # the helper thread's
         self._failure: BaseException | None = None
         self._slots.Lock_all(MPI.MODE_NOCHECK)  # nobody locks exclusively
         self._counters.Lock_all(MPI.MODE_NOCHECK)
@@ -162,7 +163,7 @@ class PushSumWindow(Mailbox):
         self._post((self._publish, (buffer, round_number, slots)))
 
     def _publish_empty(self, round_number: int, to: int, slot: tuple[int, int]) -> None:
-        self._post((None, (round_number, to, slot)))
+        self._post((self._owed.append, ((round_number, to, slot),)))
 
     def _grant(self, round_number: int, to: int, s: int) -> None:
         index = self._arrived.size + self.rank * self.num_slot_rounds + s
@@ -178,6 +179,7 @@ class PushSumWindow(Mailbox):
 
     def _read_granted(self, receiver: int, s: int) -> int:
         self._check_failure()
+        self._communicator.Iprobe()
         self._counters.Sync()
         return int(self._granted[receiver, s])
 
@@ -211,7 +213,8 @@ class PushSumWindow(Mailbox):
         self._wait_until(is_idle, math.inf)
 
     def _zero_counters(self) -> None:
-        """All counters 0 on all ranks; collective. Nothing is under way."""
+        """All counters 0 on all ranks; collective. Nothing of this rank's is under way."""
+        self._complete(self._communicator.Ibarrier())  # nor of another's
         self._arrived[:] = 0
         self._granted[:] = 0
         self._counters.Sync()
@@ -232,22 +235,16 @@ class PushSumWindow(Mailbox):
 
     def _help(self) -> None:
         """Does what the main thread posts, in order, until it posts None."""
-        owed: list[_Empty] = []
         try:
             while True:
-                try:
-                    job = self._jobs.get(timeout=_OWED_PAUSE_SECONDS if owed else None)
-                except queue.Empty:
-                    owed = self._pay(owed)
-                    continue
-                if job is None:
-                    return
-                action, arguments = job
-                if action is None:
-                    owed = self._pay([*owed, arguments])
-                else:
+                with suppress(queue.Empty):
+                    job = self._jobs.get(timeout=_OWED_PAUSE_SECONDS if self._owed else None)
+                    if job is None:
+                        return
+                    action, arguments = job
                     action(*arguments)
-                self._num_jobs_done += 1
+                    self._num_jobs_done += 1
+                self._pay()
         except BaseException as error:
             self._failure = error  # for the main thread, whose next call raises it
             raise  # to threading.excepthook, which prints it
@@ -258,21 +255,16 @@ class PushSumWindow(Mailbox):
             self._set_counter(to, s * self.num_places + p, round_number + 1)
         self._free_buffers.append(buffer)
 
-    def _pay(self, owed: list[_Empty]) -> list[_Empty]:
-        """Publishes the empty messages whose slots have been granted, and returns the others."""
-        self._communicator.Iprobe()
-        still_owed = []
-        for round_number, to, (s, p) in owed:
-            if self.is_granted(round_number, to):
-                self._set_counter(to, s * self.num_places + p, -(round_number + 1))
-            else:
-                still_owed.append((round_number, to, (s, p)))
-        return still_owed
+    def _pay(self) -> None:
+        """Publishes the empty messages whose slots have been granted."""
+        for empty in [each for each in self._owed if self.is_granted(*each[:2])]:
+            round_number, to, (s, p) = empty
+            self._set_counter(to, s * self.num_places + p, -(round_number + 1))
+            self._owed.remove(empty)
 
     def _set_counter(self, to: int, index: int, value: int) -> None:
-        self._counters.Accumulate(
-            [np.array([value], np.int64), 1, _COUNTER], to, (index, 1, _COUNTER), op=MPI.REPLACE
-        )
+        number = np.array([value], np.int64)  # MPI may read it until the flush
+        self._counters.Accumulate([number, 1, _COUNTER], to, (index, 1, _COUNTER), op=MPI.REPLACE)
         self._counters.Flush(to)
 
 
