@@ -27,7 +27,7 @@ _DEATH_SECONDS = 10.0
 _NETWORK_NAMESPACES = Path("/run/netns")
 
 
-class SystemRefusal(RuntimeError):
+class SystemRefusalError(RuntimeError):
     """The kernel or a tool of the system would not do what was asked; one line."""
 
 
@@ -49,7 +49,7 @@ def build(cluster: Cluster, start_ssh: Callable[[Cluster], None]) -> None:
         start_ssh: makes `ssh HOST` work inside the hosts, which then stand.
     """
     try:
-        cluster.directory.mkdir(parents=True)
+        cluster.programs.mkdir(parents=True)
         for name, text in (
             ("cluster.json", cluster.to_json()),
             ("hosts", plan.hosts_file(cluster)),
@@ -85,7 +85,7 @@ def _start_holders(cluster: Cluster) -> None:
         with holder.stdout:
             said = holder.stdout.readline().decode().strip()
         if said != "ready":
-            raise SystemRefusal(f"{host} cannot have its own hostname, /dev/shm and /etc/hosts: {said}")
+            raise SystemRefusalError(f"{host} cannot have its own hostname, /dev/shm and /etc/hosts: {said}")
 
 
 def holder_pid(cluster: Cluster, host: str) -> int:
@@ -115,7 +115,9 @@ def find(name: str) -> Cluster:
     plan.check_name(name)
     directory = plan.ROOT_DIRECTORY / name
     if not (directory / "ready").exists():
-        raise UserError(f"no cluster {name} is up: start one with `scripts/emulated_cluster up --name {name}`")
+        raise UserError(
+            f"no cluster {name} is up: start one with `scripts/emulated_cluster up --name {name}`"
+        )
     return Cluster.from_json((directory / "cluster.json").read_text())
 
 
@@ -146,7 +148,9 @@ def free_network() -> int:
     """Number of a network that no cluster has."""
     taken = set()
     for name in known_names():
-        with suppress(OSError, ValueError, TypeError):  # one whose builder was killed may have no such file yet
+        with suppress(
+            OSError, ValueError, TypeError
+        ):  # one whose builder was killed may have no such file yet
             text = (plan.ROOT_DIRECTORY / name / "cluster.json").read_text()
             taken.add(Cluster.from_json(text).network)
     free = [network for network in range(plan.NUM_NETWORKS) if network not in taken]
@@ -197,13 +201,13 @@ def kill(find_pids: Callable[[], set[int]]) -> None:
     """Ends all processes that `find_pids` finds, by SIGTERM, then SIGKILL; also those started meanwhile.
 
     Raises:
-        SystemRefusal: some do not end even so.
+        SystemRefusalError: some do not end even so.
     """
     start, asked = time.monotonic(), set()
     while pids := find_pids():
         passed = time.monotonic() - start
         if passed > GRACE_SECONDS + _DEATH_SECONDS:
-            raise SystemRefusal(f"processes {sorted(pids)} do not end: look what the kernel waits for")
+            raise SystemRefusalError(f"processes {sorted(pids)} do not end: look what the kernel waits for")
         for pid in pids:
             with suppress(ProcessLookupError):
                 if passed > GRACE_SECONDS:
@@ -222,10 +226,10 @@ def call(command: list[str]) -> str:
     """Standard output of a command of the system.
 
     Raises:
-        SystemRefusal: it failed, with its reason.
+        SystemRefusalError: it failed, with its reason.
     """
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise SystemRefusal(f"`{' '.join(command)}` failed: {reason}")
+        raise SystemRefusalError(f"`{' '.join(command)}` failed: {reason}")
     return done.stdout

@@ -66,6 +66,11 @@ class Cluster:
         return ROOT_DIRECTORY / self.name
 
     @property
+    def programs(self) -> Path:
+        """What comes first on PATH inside the hosts."""
+        return self.directory / "bin"
+
+    @property
     def hosts(self) -> list[str]:
         """Their names, which are also those of the switch's ports: at most 15 characters."""
         return [f"node{index}" for index in range(self.num_hosts)]
@@ -158,10 +163,13 @@ def build_commands(cluster: Cluster) -> list[list[str]]:
     return commands
 
 
+# Many systems let nothing below /run be executed.
 _HOLDER = """
 hostname "$1"
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 mount --bind "$2" /etc/hosts
+mount --bind "$3" "$3"
+mount -o remount,bind,exec "$3"
 echo ready
 exec sleep infinity
 """
@@ -169,7 +177,7 @@ exec sleep infinity
 
 def holder_command(cluster: Cluster, host: str) -> list[str]:
     """A process that keeps a host's hostname, /dev/shm, /etc/hosts and IPC alive; says `ready` when all are there."""
-    inside = ["sh", "-ec", _HOLDER, "holder", host, str(cluster.directory / "hosts")]
+    inside = ["sh", "-ec", _HOLDER, "holder", host, str(cluster.directory / "hosts"), str(cluster.programs)]
     # `ip netns exec` enters a mount namespace of its own; what is mounted there is seen by nobody else.
     return ["ip", "netns", "exec", cluster.namespace(host), "unshare", "--uts", "--ipc", *inside]
 

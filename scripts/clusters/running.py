@@ -32,28 +32,30 @@ def run(cluster: Cluster, host: str, command: list[str]) -> int:
     # On a terminal the command stays in its foreground group, so that it can read, and Ctrl-C reaches it from there.
     has_terminal = sys.stdin is not None and sys.stdin.isatty()
     namespaces_of_cluster = [cluster.namespace(each) for each in cluster.hosts]
-    child = None
+    children: list[subprocess.Popen[bytes]] = []
     try:
-        _pass_on_signals(lambda: child, has_terminal)
+        _pass_on_signals(children, has_terminal)
         child = subprocess.Popen(
             # Where this process is killed, the command is asked to end.
             ["setpriv", "--pdeathsig", "TERM", *inside],
             env=environment,
             start_new_session=not has_terminal,
         )
+        children.append(child)
         code = child.wait()
     finally:
         namespaces.kill(lambda: _marked(namespaces.pids_in(namespaces_of_cluster), mark))
     return code if code >= 0 else 128 - code
 
 
-def _pass_on_signals(find_child, has_terminal: bool) -> None:  # type: ignore[no-untyped-def]
+def _pass_on_signals(children: list[subprocess.Popen[bytes]], has_terminal: bool) -> None:
+    """From now on signals go to the children; where there is none yet, this process ends."""
+
     def pass_on(number: int, _frame: FrameType | None) -> None:
-        child = find_child()
-        if child is None:
+        if not children:
             sys.exit(128 + number)
         if not (has_terminal and number == signal.SIGINT):
-            child.send_signal(number)
+            children[0].send_signal(number)
 
     for number in _FORWARDED:
         signal.signal(number, pass_on)

@@ -16,10 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from clusters import namespaces, plan
-from clusters.namespaces import SystemRefusal
+from clusters.namespaces import SystemRefusalError
 from clusters.plan import Cluster, UserError
 
 _START_SECONDS = 20.0
+_PATH = "PUSHREDUCE_CLUSTER_PATH"
+"""PATH under another name: sshd takes every variable that is sent along, and then sets PATH itself."""
+_FORCED = f"""export PATH=${_PATH}
+[ -n "$SSH_ORIGINAL_COMMAND" ] || exec "$SHELL"
+exec "$SHELL" -c "$SSH_ORIGINAL_COMMAND"
+"""
 _STAND_IN = Path(__file__).with_name("ssh_stand_in.py")
 
 
@@ -31,7 +37,9 @@ def choose(wanted: str) -> str:
     """
     is_there = all(_find(program) for program in ("sshd", "ssh", "ssh-keygen"))
     if wanted == "sshd" and not is_there:
-        raise UserError("--ssh sshd: install the packages openssh-server and openssh-client, or use --ssh stand-in")
+        raise UserError(
+            "--ssh sshd: install the packages openssh-server and openssh-client, or use --ssh stand-in"
+        )
     if wanted == "auto":
         return "sshd" if is_there else "stand-in"
     return wanted
@@ -39,20 +47,21 @@ def choose(wanted: str) -> str:
 
 def environment(cluster: Cluster) -> dict[str, str]:
     """This process's environment with the cluster's `ssh` first on PATH."""
-    return {**os.environ, "PATH": f"{cluster.directory / 'bin'}:{os.environ.get('PATH', os.defpath)}"}
+    return {**os.environ, "PATH": f"{cluster.programs}:{os.environ.get('PATH', os.defpath)}"}
 
 
 def start(cluster: Cluster) -> None:
     """Sets ssh up in all hosts, which stand, and tries it from the first host to each."""
-    wrapper = cluster.directory / "bin" / "ssh"
-    wrapper.parent.mkdir()
+    set_path = ""
     if cluster.ssh == "sshd":
         command = [_find("ssh"), "-F", str(_write_configuration(cluster))]
+        set_path = f"export {_PATH}=$PATH; "
         _start_daemons(cluster)
     else:
         # Isolated: the program's environment is the user's, PYTHONPATH included, and goes on to the other host.
         command = [sys.executable, "-I", str(_STAND_IN), cluster.name]
-    wrapper.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    wrapper = cluster.programs / "ssh"
+    wrapper.write_text(f'#!/bin/sh\n{set_path}exec {shlex.join(command)} "$@"\n')
     wrapper.chmod(0o755)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda host: _try(cluster, host), cluster.hosts))
@@ -67,12 +76,23 @@ def _write_configuration(cluster: Cluster) -> Path:
     directory = cluster.directory / "ssh"
     directory.mkdir(mode=0o700)
     for key in ("host_key", "key"):
-        make_key = ["-q", "-t", "ed25519", "-N", "", "-C", f"cluster {cluster.name}", "-f", str(directory / key)]
+        make_key = [
+            "-q",
+            "-t",
+            "ed25519",
+            "-N",
+            "",
+            "-C",
+            f"cluster {cluster.name}",
+            "-f",
+            str(directory / key),
+        ]
         namespaces.call([_find("ssh-keygen"), *make_key])
     (directory / "authorized_keys").write_text((directory / "key.pub").read_text())
     host_key = (directory / "host_key.pub").read_text()
     known = "".join(f"{host},{cluster.address(host)} {host_key}" for host in cluster.hosts)
     (directory / "known_hosts").write_text(known)
+    (directory / "forced_command").write_text(_FORCED)
     (directory / "sshd_config").write_text(server_settings(directory))
     (directory / "config").write_text(client_settings(directory))
     return directory / "config"
@@ -90,6 +110,7 @@ UsePAM no
 StrictModes no
 PidFile none
 AcceptEnv *
+ForceCommand /bin/sh {directory}/forced_command
 MaxStartups 1000
 MaxSessions 1000
 PrintMotd no
@@ -116,7 +137,14 @@ def _start_daemons(cluster: Cluster) -> None:
     namespaces.make_sshd_directory()
     directory = cluster.directory / "ssh"
     for host in cluster.hosts:
-        daemon = [_find("sshd"), "-D", "-f", str(directory / "sshd_config"), "-E", str(directory / f"{host}.log")]
+        daemon = [
+            _find("sshd"),
+            "-D",
+            "-f",
+            str(directory / "sshd_config"),
+            "-E",
+            str(directory / f"{host}.log"),
+        ]
         subprocess.Popen(
             plan.enter_command(namespaces.holder_pid(cluster, host), daemon, "/"),
             stdin=subprocess.DEVNULL,
@@ -131,7 +159,9 @@ def _start_daemons(cluster: Cluster) -> None:
                 log = directory / f"{host}.log"
                 lines = log.read_text().splitlines() if log.exists() else []
                 reason = lines[-1] if lines else "it says nothing"
-                raise SystemRefusal(f"sshd does not start in {host}: {reason} (--ssh stand-in does without)")
+                raise SystemRefusalError(
+                    f"sshd does not start in {host}: {reason} (--ssh stand-in does without)"
+                )
             time.sleep(0.02)
 
 
@@ -153,4 +183,4 @@ def _try(cluster: Cluster, host: str) -> None:
     )
     if ssh.stdout.strip() != host:
         said = ssh.stderr.strip() or ssh.stdout.strip() or f"exit code {ssh.returncode}"
-        raise SystemRefusal(f"ssh does not reach {host}: {said.splitlines()[-1]}")
+        raise SystemRefusalError(f"ssh does not reach {host}: {said.splitlines()[-1]}")

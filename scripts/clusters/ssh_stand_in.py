@@ -86,7 +86,9 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     user = pwd.getpwuid(os.getuid())
     shell = [user.pw_shell or "/bin/sh"]
-    command = plan.enter_command(pid, [*shell, "-c", request.command] if request.command else shell, user.pw_dir)
+    command = plan.enter_command(
+        pid, [*shell, "-c", request.command] if request.command else shell, user.pw_dir
+    )
     os.execvp(command[0], command)
 
 
