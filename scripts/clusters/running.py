@@ -57,7 +57,9 @@ def _pass_on_signals(children: list[subprocess.Popen[bytes]], has_terminal: bool
         if number != signal.SIGINT:
             children[0].send_signal(number)
         elif not has_terminal and children[0].poll() is None:
-            os.killpg(children[0].pid, number)  # to all in its group, as a terminal does: shells count on that
+            os.killpg(
+                children[0].pid, number
+            )  # to all in its group, as a terminal does: shells count on that
 
     for number in _FORWARDED:
         signal.signal(number, pass_on)
