@@ -120,6 +120,8 @@ if ! has_tests tests/multi_host; then
   skip "multi-host tests" "none yet"
 elif [ "$(id -u)" != 0 ]; then
   skip "multi-host tests" "they need root, for network namespaces"
+elif ! command -v ip >/dev/null || ! command -v tc >/dev/null; then
+  skip "multi-host tests" "ip and tc (iproute2) are not installed"
 else
   part "multi-host tests" python -m pytest tests/multi_host
 fi

@@ -136,6 +136,18 @@ class TrainingSettings:
 
 
 @dataclass(frozen=True)
+class EmulationSettings:
+    """Time that passes as if the model were bigger or the machine slower, to try out a cluster on small means."""
+
+    emulated_step_seconds: float = 0.0
+    """Mean seconds of a step's computation, a third forward, the rest backward, slept; 0: as fast as it is."""
+    emulated_jitter: float = 0.0
+    """Standard deviation of that time relative to its mean; lognormal, another draw every step and rank."""
+    emulated_rank_slowness: tuple[float, ...] | None = None
+    """Factors on that time, one number a rank (1 1 1 2: the last takes twice as long); default: 1."""
+
+
+@dataclass(frozen=True)
 class Settings:
     """All settings of a run."""
 
@@ -158,6 +170,7 @@ class Settings:
     data: DataSettings = field(default_factory=DataSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
+    emulation: EmulationSettings = field(default_factory=EmulationSettings)
 
 
 class SettingsError(ValueError):
@@ -210,6 +223,9 @@ INTERVALS = {
     "checkpoint_every_epochs": "(0, 1e6]",
     "keep_checkpoints": "[1, inf)",
     "grace_seconds": "(0, 1e6]",
+    "emulated_step_seconds": "[0, 1e6]",
+    "emulated_jitter": "[0, 10]",
+    "emulated_rank_slowness": "(0, 1e6]",
 }
 """Where every number has to lie; of a tuple, each of its numbers."""
 
@@ -256,6 +272,11 @@ def check(settings: Settings) -> None:
         raise SettingsError("--evaluate does not train: remove --resume, --run-dir and --trace")
     _check_sgp(settings.sgp)
     _check_optimizer(settings)
+    emulation = settings.emulation
+    if emulation.emulated_step_seconds == 0 and emulation != EmulationSettings():
+        raise SettingsError(
+            "--emulated-jitter and --emulated-rank-slowness need --emulated-step-seconds above 0"
+        )
 
 
 def _check_sgp(sgp: SGPSettings) -> None:

@@ -16,6 +16,7 @@ from pushreduce.settings import (
     INTERVALS,
     USED_ONLY_WITH,
     DataSettings,
+    EmulationSettings,
     LASGDSettings,
     OptimizerSettings,
     Settings,
@@ -28,7 +29,15 @@ from pushreduce.settings import (
 from pushreduce.settings_file import from_yaml, to_yaml
 
 DEFAULTS = dict(leaves(Settings()))
-SECTIONS = [Settings, LASGDSettings, SGPSettings, DataSettings, OptimizerSettings, TrainingSettings]
+SECTIONS = [
+    Settings,
+    LASGDSettings,
+    SGPSettings,
+    DataSettings,
+    OptimizerSettings,
+    TrainingSettings,
+    EmulationSettings,
+]
 HINTS = {name: hint for each in SECTIONS for name, hint in get_type_hints(each).items() if name in DEFAULTS}
 
 
@@ -101,7 +110,7 @@ def test_yaml_is_meant_to_be_read() -> None:
     lines = to_yaml(Settings()).splitlines()
     assert "  decay_epochs: [30.0, 60.0, 80.0]" in lines
     sections = [line.rstrip(":") for line in lines if line.endswith(":")]
-    assert sections == ["lasgd", "sgp", "data", "optimizer", "training"]
+    assert sections == ["lasgd", "sgp", "data", "optimizer", "training", "emulation"]
 
 
 def test_numbers_as_people_write_them() -> None:

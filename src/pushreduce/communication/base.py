@@ -50,6 +50,8 @@ class Communicator(ABC):
     """Rank among the processes of this host."""
     local_size: int
     clock: Clock
+    can_wait_in_backward: bool = True
+    """Whether a rank may wait or sleep inside a hook that `backward()` runs."""
 
     @abstractmethod
     def average_async(self, buffer: torch.Tensor, name: str, *, out: torch.Tensor | None = None) -> Handle:

@@ -96,6 +96,8 @@ class SimulatedCluster:
 class SimulatedCommunicator(Communicator):
     """One rank's end of a `SimulatedCluster`. Others run only in calls that wait, sleep or ask `done()`."""
 
+    can_wait_in_backward = False  # a switch to another rank would leave autograd's own frames on the stack
+
     def __init__(self, exchange: _Exchange, rank: int) -> None:
         self.rank, self.size = rank, exchange.cluster.num_ranks
         ranks_per_host = exchange.cluster.ranks_per_host

@@ -25,6 +25,7 @@ from pushreduce.communication.base import Communicator
 from pushreduce.settings import Settings
 from pushreduce.training import run_state
 from pushreduce.training.checkpoint import Checkpoints
+from pushreduce.training.emulated_compute import EmulatedCompute
 from pushreduce.training.evaluate import EvaluationStoppedError, evaluate
 from pushreduce.training.metrics import MetricsRecord
 from pushreduce.training.milestones import Milestones
@@ -75,6 +76,14 @@ class TrainingLoop:
         self.model = model
         self.optimizer = build_optimizer(settings.optimizer, model)
         self.trace = Trace(run_directory, communicator.rank, communicator.size) if settings.trace else None
+        self.emulated_compute = EmulatedCompute(  # before the algorithm, whose hooks must come second
+            settings.emulation,
+            model,
+            communicator,
+            seed=settings.seed,
+            passes_per_step=settings.optimizer.accumulation_steps,
+            communication_seconds=lambda: self.algorithm.stats.communication_seconds,
+        )
         self.algorithm = build_algorithm(
             settings, model, self.optimizer, communicator, self.trace.record if self.trace else None
         )
@@ -181,7 +190,11 @@ class TrainingLoop:
         total_loss, num_samples = 0.0, 0
         for index in range(num_passes):
             batch = self._next_batch()
-            with self.algorithm.accumulating() if index + 1 < num_passes else nullcontext():
+            is_last = index + 1 == num_passes
+            with (
+                self.emulated_compute.spending(self.num_steps),
+                nullcontext() if is_last else self.algorithm.accumulating(),
+            ):
                 loss = self.workload.loss(self.model, batch) / num_passes
                 loss.backward()
             total_loss += loss.item()

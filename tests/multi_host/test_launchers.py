@@ -1,0 +1,82 @@
+"""A plain mpirun and a plain horovodrun over several hosts, and what they rely on: names, ssh and the environment."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+from conftest import NUM_HOSTS
+from emulated import ROOT, TRAIN, environment
+
+HOSTS = [f"node{index}" for index in range(NUM_HOSTS)]
+TRAINING = "--epochs 1 --checkpoint-every-epochs 1 --trace --dtype float64 --run-dir run".split()
+
+
+@cache
+def mpirun_hosts(directory: str) -> list[str]:
+    """How this environment's mpirun is given its hosts."""
+    version = subprocess.run(
+        ["mpirun", "--version"], env=environment(), capture_output=True, text=True
+    ).stdout
+    if "Open MPI" in version or "OpenRTE" in version:
+        return ["--hostfile", f"{directory}/hostfile"]
+    return ["-machinefile", f"{directory}/machinefile"]
+
+
+@pytest.mark.parametrize(("launcher", "algorithm"), [("mpirun", "lasgd"), ("horovodrun", "allreduce")])
+def test_training_over_all_hosts_is_what_the_oracle_says(cluster, tmp_path, launcher, algorithm):
+    hosts = ["--hostfile", f"{cluster.directory}/hostfile"]
+    if launcher == "mpirun":
+        hosts = mpirun_hosts(str(cluster.directory))
+    command = [
+        launcher,
+        "-np",
+        str(NUM_HOSTS),
+        *hosts,
+        "python",
+        str(TRAIN),
+        *TRAINING,
+        "--algorithm",
+        algorithm,
+    ]
+    process = cluster.start("run", "--", *command, cwd=tmp_path)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, out + err
+    machines = json.loads((tmp_path / "run" / "environment.json").read_text())["hosts"]
+    assert [machine["name"] for machine in machines] == HOSTS
+    assert [machine["ranks"] for machine in machines] == [[rank] for rank in range(NUM_HOSTS)]
+    replay = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "replay"), str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+    )
+    assert replay.returncode == 0, replay.stdout + replay.stderr
+
+
+def test_every_host_has_its_own_name_shared_memory_and_interface(cluster):
+    cluster.output("touch", "/dev/shm/only_here", host=0)
+    for index, host in enumerate(HOSTS):
+        said = cluster.output(
+            "sh", "-c", "hostname; ls /dev/shm; ls /sys/class/net; getent hosts node1", host=index
+        )
+        address = json.loads((cluster.directory / "cluster.json").read_text())["network"]
+        shared_memory = ["only_here"] if index == 0 else []
+        assert said.split() == [host, *shared_memory, "eth0", "lo", f"10.78.{address}.2", "node1"]
+
+
+def test_ssh_reaches_every_host_with_the_environment(cluster):
+    for host in HOSTS:
+        command = "hostname; command -v python; echo $OMP_NUM_THREADS $0; cat; exit 7"
+        script = f"echo input | ssh -o BatchMode=yes {host} '{command}'; echo $?; ssh -n {host} -T cat"
+        said = cluster.output("sh", "-c", script, host=NUM_HOSTS - 1).split()
+        assert said[:3] == [host, f"{sys.prefix}/bin/python", "1"]
+        assert said[-2:] == ["input", "7"]
+
+
+def test_run_hands_on_the_working_directory_and_the_exit_code(cluster, tmp_path):
+    process = cluster.start("run", "--", "sh", "-c", "pwd; exit 5", cwd=tmp_path)
+    assert process.communicate(timeout=60)[0].strip() == str(tmp_path)
+    assert process.returncode == 5
