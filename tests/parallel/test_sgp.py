@@ -294,8 +294,8 @@ def test_rounding_on_the_wire_loses_no_mass(ranks, wire_dtype):
 
 
 def test_weights_that_do_not_fit_float16_are_an_error(ranks):
-    if ranks.size == 1:
-        pytest.skip("one rank sends nothing")
+    if ranks.size == 1 or ranks.real:
+        pytest.skip("one rank sends nothing; on real ranks averages of the broken run would stay under way")
 
     def body(communicator):
         model = least_squares.model(torch.float32)
@@ -315,8 +315,8 @@ def test_weights_that_do_not_fit_float16_are_an_error(ranks):
 
 
 def test_weights_that_are_not_finite_are_refused_by_their_receiver(ranks):
-    if ranks.size != 2:
-        pytest.skip("of two ranks: the sender's name is in the message")
+    if ranks.size != 2 or ranks.real:
+        pytest.skip("of two simulated ranks: on real ones averages of the broken run would stay under way")
 
     def body(communicator):
         model = least_squares.model(torch.float32)
