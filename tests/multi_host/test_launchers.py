@@ -26,8 +26,16 @@ def mpirun_hosts(directory: str) -> list[str]:
     return ["-machinefile", f"{directory}/machinefile"]
 
 
-@pytest.mark.parametrize(("launcher", "algorithm"), [("mpirun", "lasgd"), ("horovodrun", "allreduce")])
-def test_training_over_all_hosts_is_what_the_oracle_says(cluster, tmp_path, launcher, algorithm):
+@pytest.mark.parametrize(
+    ("launcher", "options"),
+    [
+        ("mpirun", "--algorithm lasgd"),
+        ("horovodrun", "--algorithm allreduce"),
+        ("mpirun", "--algorithm sgp --tau 1 --slot-patience-seconds 0"),
+        ("horovodrun", "--algorithm sgp --tau 1 --num-peers 2"),
+    ],
+)
+def test_training_over_all_hosts_is_what_the_oracle_says(cluster, tmp_path, launcher, options):
     hosts = ["--hostfile", f"{cluster.directory}/hostfile"]
     if launcher == "mpirun":
         hosts = mpirun_hosts(str(cluster.directory))
@@ -39,8 +47,7 @@ def test_training_over_all_hosts_is_what_the_oracle_says(cluster, tmp_path, laun
         "python",
         str(TRAIN),
         *TRAINING,
-        "--algorithm",
-        algorithm,
+        *options.split(),
     ]
     process = cluster.start("run", "--", *command, cwd=tmp_path)
     out, err = process.communicate(timeout=120)
