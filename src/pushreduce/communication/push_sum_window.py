@@ -188,8 +188,8 @@ class PushSumWindow(Mailbox):
     def _close(self) -> None:
         self._jobs.put(None)
         self._helper.join()
-        # numpy's views of the memory end with it.
-        del self._memory, self._arrived, self._granted
+        # numpy's views of the memory end with it, and the send buffers even where this object is kept.
+        del self._memory, self._arrived, self._granted, self._free_buffers
         for window in (self._counters, self._slots):
             window.Unlock_all()
             window.Free()
