@@ -263,7 +263,7 @@ class PushSumWindow(Mailbox):
         self._communicator.Iprobe()
         still_owed = []
         for round_number, to, (s, p) in owed:
-            if self.is_granted(round_number, to):
+            if self._is_granted(round_number, to):
                 self._set_counter(to, s * self.num_places + p, -(round_number + 1))
             else:
                 still_owed.append((round_number, to, (s, p)))
