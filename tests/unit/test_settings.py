@@ -133,7 +133,7 @@ def test_an_empty_file_gives_the_defaults(empty: str) -> None:
         ("trace: 1", "trace must be true or false, but is 1"),
         ("trace: yes", "trace must be true or false, but is 'yes'"),
         ("run_dir: 5", "run_dir must be text (quoted) or null, but is 5"),
-        ("algorithm: sgp2", "algorithm must be one of allreduce, lasgd, but is 'sgp2'"),
+        ("algorithm: sgp2", "algorithm must be one of allreduce, lasgd, sgp, but is 'sgp2'"),
         ("optimizer: {decay_epochs: 30}", "optimizer.decay_epochs must be a list of numbers, but is 30"),
         ("optimizer: {decay_epochs: [a]}", "optimizer.decay_epochs must be a list of numbers, but is ['a']"),
         ("optimizer: {decay_epochs: ''}", "optimizer.decay_epochs must be a list of numbers, but is ''"),
@@ -228,6 +228,8 @@ def test_a_setting_that_would_be_ignored_is_refused(
         ({"schedule": "step", "decay_epochs": ()}, "--decay-epochs is empty"),
         ({"warmup_epochs": 21.0}, "longer than the run"),
         ({"model": ""}, "--model is empty"),
+        ({"algorithm": "sgp", "num_peers": 2, "two_peer_rounds": 5}, "--two-peer-rounds has no effect"),
+        ({"algorithm": "sgp", "biased": True}, "add --tau 1"),
     ],
 )
 def test_contradictions_are_refused(values: dict[str, Any], expected: str) -> None:
