@@ -20,6 +20,11 @@ RUNS = {
         2,
         "--algorithm allreduce --dtype float64 --optimizer adam --base-lr 0.01 --max-grad-norm 1",
     ),
+    "sgp-4": (4, "--algorithm sgp --tau 1 --average-rounds 3 --dtype float64 --shard-proportions 1 2 3 4"),
+    "sgp-kept-3": (
+        3,
+        "--algorithm sgp --tau 1 --biased --slot-patience-seconds 0 --dtype float64 --shard-proportions 1 2 3",
+    ),
 }
 
 
@@ -66,7 +71,7 @@ def change_a_learning_rate(run_dir) -> None:
 
 
 @pytest.mark.parametrize("tamper", [change_final, change_a_learning_rate])
-@pytest.mark.parametrize("name", ["lasgd-2", "allreduce-2"])
+@pytest.mark.parametrize("name", ["lasgd-2", "allreduce-2", "sgp-4"])
 def test_what_was_tampered_with_is_found_out(trace, name, tamper, tmp_path):
     shutil.copytree(trace(name), tmp_path / "run")
     tamper(tmp_path / "run")

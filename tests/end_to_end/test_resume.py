@@ -35,6 +35,7 @@ RUNS = {
     "images-1": (1, AUGMENTED),
     "allreduce-2": (2, "--algorithm allreduce"),
     "lasgd-2": (2, "--algorithm lasgd --tau-max 1"),
+    "sgp-2": (2, "--algorithm sgp --schedule constant"),
 }
 
 

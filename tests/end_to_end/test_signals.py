@@ -46,12 +46,13 @@ def assert_whole(run_dir: Path, num_ranks: int) -> None:
         (2, "lasgd", signal.SIGTERM, [0, 1]),
         (2, "lasgd", signal.SIGINT, [0, 1]),
         (2, "allreduce", signal.SIGTERM, [1]),
+        (2, "sgp --tau 1", signal.SIGTERM, [1]),
     ],
-    ids=["interrupted-alone", "terminated", "interrupted", "one-terminated"],
+    ids=["interrupted-alone", "terminated", "interrupted", "one-terminated", "sgp-one-terminated"],
 )
 def test_a_signal_saves_a_checkpoint_and_says_how_to_go_on(num_ranks, algorithm, number, ranks, tmp_path):
     run_dir = tmp_path / "run"
-    arguments = [*ARGUMENTS, "--algorithm", algorithm]
+    arguments = [*ARGUMENTS, "--algorithm", *algorithm.split()]
     with start(num_ranks, arguments, log=tmp_path / "log", cwd=tmp_path) as job:
         job.wait_until(lambda: len(checkpoints(run_dir)) > 0)
         signal_ranks(job, number, ranks)

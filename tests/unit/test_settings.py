@@ -246,6 +246,8 @@ def test_a_setting_that_would_be_ignored_is_refused(
         ({"schedule": "step", "decay_epochs": ()}, "--decay-epochs is empty"),
         ({"warmup_epochs": 21.0}, "longer than the run"),
         ({"model": ""}, "--model is empty"),
+        ({"algorithm": "sgp", "num_peers": 2, "two_peer_rounds": 5}, "--two-peer-rounds has no effect"),
+        ({"algorithm": "sgp", "biased": True}, "add --tau 1"),
     ],
 )
 def test_contradictions_are_refused(values: dict[str, Any], expected: str) -> None:

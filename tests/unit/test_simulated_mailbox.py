@@ -243,7 +243,7 @@ def test_grants_to_the_last_sender_are_noticed(monkeypatch):
 
 
 def test_writing_without_a_grant_is_noticed(monkeypatch):
-    monkeypatch.setattr(SimulatedMailbox, "is_granted", lambda self, round_number, to: True)
+    monkeypatch.setattr(SimulatedMailbox, "_is_granted", lambda self, round_number, to: True)
     any_seed_fails(AssertionError, "writes its message of round")
 
 

@@ -68,6 +68,7 @@ class SGP(Algorithm):
         self._round = -1  # k, the last round that was begun
         self._num_steps = 0  # rounds with a gradient of this rank
         self._weight = 1.0  # w
+        self._closed = False
         self._tally = RoundTally(communicator, self.progress)
         self._sending_interval = max(1, settings.tau)
         if communicator.size == 1:
@@ -95,13 +96,20 @@ class SGP(Algorithm):
         return self._weight
 
     def close(self) -> None:
+        self._closed = True
         if self.communicator.size > 1:
             self._mailbox.free()
+
+    def _refuse_unready(self) -> None:
+        """Before anything has been told to others, or changed."""
+        self._refuse_in_consensus()
+        if self._closed:
+            raise RuntimeError("the algorithm has been closed: make another one")
 
     # -- a round ---------------------------------------------------------------------------------------------------
 
     def step(self, num_samples: int) -> None:
-        self._refuse_in_consensus()
+        self._refuse_unready()
         self._tally.rounds_begun = self._round + 2  # this one included
         self.progress.own_samples += num_samples
         self._take_round(num_samples)
@@ -255,7 +263,7 @@ class SGP(Algorithm):
 
     def finish(self) -> None:
         """Rounds without a gradient up to the last that any rank has begun with one; then all messages are applied."""
-        self._refuse_in_consensus()
+        self._refuse_unready()
         tally = self._tally
         tally.finishing, tally.stop_wanted = True, self._stop_wanted
         while True:

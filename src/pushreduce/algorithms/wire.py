@@ -43,7 +43,7 @@ class Wire:
             sent = (x * share).to(self.dtype)
             payload.copy_(sent)
         if self.dtype == torch.float16 and not bool(sent.isfinite().all()):
-            raise FloatingPointError("weights do not fit float16: take --wire-dtype bfloat16")
+            raise FloatingPointError("weights do not fit float16 (--wire-dtype bfloat16 takes larger ones)")
         return sent
 
     def decode(self, memory: NDArray[np.uint8], weight: float, where: str) -> torch.Tensor:

@@ -100,7 +100,6 @@ class Mailbox(ABC):
         False (after `patience_seconds`): keep the mass, and call `skip`. Nobody waits here for ever: the ranks that are
         furthest behind have applied all but the last rounds' messages, so they find their slots free.
         """
-        self._check_open()
         return self._wait_until(lambda: self.is_granted(round_number, to), patience_seconds)
 
     def outgoing(self) -> Bytes:
@@ -126,6 +125,11 @@ class Mailbox(ABC):
 
     def is_granted(self, round_number: int, to: int) -> bool:
         """Whether this rank may write its message of the round into the slot at `to`."""
+        self._check_open()
+        return self._is_granted(round_number, to)
+
+    def _is_granted(self, round_number: int, to: int) -> bool:
+        """In `free()`, too, where empty messages that are owed may still be needed."""
         assert self.rank in self.topology.in_neighbours(to, round_number), f"{to} expects nothing"
         if round_number < self._first_round + self.num_slot_rounds:
             return True  # nobody has used it yet

@@ -190,8 +190,8 @@ class PushSumWindow(Mailbox):
     def _close(self) -> None:
         self._jobs.put(None)
         self._helper.join()
-        # numpy's views of the memory end with it.
-        del self._memory, self._arrived, self._granted
+        # numpy's views of the memory end with it, and the send buffers even where this object is kept.
+        del self._memory, self._arrived, self._granted, self._free_buffers
         for window in (self._counters, self._slots):
             window.Unlock_all()
             window.Free()
@@ -257,7 +257,7 @@ class PushSumWindow(Mailbox):
 
     def _pay(self) -> None:
         """Publishes the empty messages whose slots have been granted."""
-        for empty in [each for each in self._owed if self.is_granted(*each[:2])]:
+        for empty in [each for each in self._owed if self._is_granted(*each[:2])]:
             round_number, to, (s, p) = empty
             self._set_counter(to, s * self.num_places + p, -(round_number + 1))
             self._owed.remove(empty)

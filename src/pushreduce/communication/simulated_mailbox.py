@@ -121,7 +121,7 @@ class SimulatedMailbox(Mailbox):
     def _publish_granted_skips(self) -> None:
         skips, self._skips = self._skips, []
         for round_number, to, slot in skips:
-            if self.is_granted(round_number, to):
+            if self._is_granted(round_number, to):
                 self._claim(round_number, to, slot)
                 self._publish(-(round_number + 1), to, slot)
             else:

@@ -33,6 +33,8 @@ BAD_INPUT = 2
 _OTHER_MPI = "use an MPI that has it (scripts/setup.sh --mpi mpich)"
 _SECONDS_TO_FORWARD = 0.5
 """Before an abort: MPICH's launcher drops what it has not yet read from a rank, such as the traceback."""
+_SECONDS_TO_COME = 3.0
+"""A rank at its end waits so long for the others before it takes itself to be the only one."""
 settings_made: dict[str, str] = {}
 """What was put into the environment before MPI started."""
 _before_shut_down: list[Callable[[], object]] = []
@@ -219,8 +221,24 @@ def before_shut_down(action: Callable[[], object]) -> None:
 
 def shut_down() -> None:
     """Stops Horovod; MPI is finalised later, when the interpreter ends. Collective, idempotent."""
+    if _before_shut_down:
+        _wait_for_all()
     while _before_shut_down:
         _before_shut_down.pop()()
+    _stop_horovod()
+
+
+def _wait_for_all() -> None:
+    """Until all ranks are here. One that ends alone (by `sys.exit`) stops Horovod, which fails what others wait for."""
+    request = _start_mpi().COMM_WORLD.Ibarrier()
+    deadline = time.monotonic() + _SECONDS_TO_COME
+    while not request.Test():
+        if time.monotonic() > deadline:
+            _stop_horovod()
+        time.sleep(1e-3)
+
+
+def _stop_horovod() -> None:
     if "horovod.torch" in sys.modules:
         import horovod.torch as hvd
 
