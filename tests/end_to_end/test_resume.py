@@ -77,10 +77,19 @@ def next_losses(run_dir: Path, rank: int, after: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("lasgd-1", []), ("images-1", ["--num-loader-workers", "2"]), ("allreduce-2", []), ("lasgd-2", [])],
+    [
+        ("lasgd-1", []),
+        ("images-1", ["--num-loader-workers", "2"]),
+        ("allreduce-2", []),
+        ("lasgd-2", []),
+        ("sgp-2", []),
+    ],
 )
 def test_the_next_losses_are_those_of_the_undisturbed_run(undisturbed, name, arguments, tmp_path):
-    """Bit for bit, for LASGD on two ranks to float tolerance. The newest checkpoint is damaged: named, not used."""
+    """Bit for bit, for LASGD on two ranks to float tolerance. The newest checkpoint is damaged: named, not used.
+
+    Of several ranks of LASGD or SGP one may end the run a step earlier: then the final models differ.
+    """
     whole = undisturbed(name)
     newest = whole.copy_to(tmp_path)
     damaged = newest / f"rank{whole.num_ranks - 1}.pt"
@@ -95,7 +104,7 @@ def test_the_next_losses_are_those_of_the_undisturbed_run(undisturbed, name, arg
         expected = next_losses(whole.cwd / "run", rank, after)
         assert len(set(expected)) > NUM_COMPARED / 2
         assert next_losses(tmp_path / "run", rank, after) == pytest.approx(expected, rel=tolerance, abs=0.0)
-    if tolerance == 0.0:
+    if whole.num_ranks == 1 or name.startswith("allreduce"):
         first, again = model(whole.cwd / "run"), model(tmp_path / "run")
         assert all(torch.equal(first[key], again[key]) for key in first)
 
