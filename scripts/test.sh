@@ -100,6 +100,9 @@ if has_tests tests/unit; then part "unit tests" python -m pytest tests/unit; els
 if has_tests tests/parallel; then
   part "parallel tests, simulated" python -m pytest tests/parallel
   for ranks in 1 2 4; do part "parallel tests, $ranks ranks" on_ranks $ranks tests/parallel --cluster real; done
+  # Each graph and each overlap at least once.
+  part "SGP against its oracle, 8 ranks" on_ranks 8 tests/parallel/test_sgp.py --cluster real \
+    -k "oracle and (default or ring or tau) and not (patience or num_peers or biased)"
 else
   skip "parallel tests" "none yet"
 fi
