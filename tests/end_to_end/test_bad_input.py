@@ -29,6 +29,11 @@ SETTINGS = {
     "of-another-algorithm": ("--algorithm lasgd --tau 1", ["--tau", "sgp"]),
     "sgp-out-of-range": ("--algorithm sgp --num-peers 3", ["--num-peers is 3", "[1, 2]"]),
     "sgp-contradictory": ("--algorithm sgp --num-peers 2 --graph ring", ["--num-peers", "exponential"]),
+    "sgp-negative": ("--algorithm sgp --tau -1", ["--tau is -1", "[0, inf)"]),
+    "sgp-two-ways": (
+        "--algorithm sgp --num-peers 2 --two-peer-rounds 9",
+        ["--two-peer-rounds", "remove one"],
+    ),
     "sgp-without-effect": ("--algorithm sgp --biased", ["--biased", "--tau 1"]),
     "not-yet": ("--worker host", ["--worker process"]),
     "bad-yaml": ("--settings bad.yaml", ["bad.yaml, line"]),
