@@ -124,34 +124,39 @@ class SGP(Algorithm):
         if self.communicator.size == 1:
             self._local_update()
             self._record_step("average" if is_averaged else "step", num_samples)
-        elif is_averaged:
+            return
+        if is_averaged:
             self._average_round(num_samples)
         else:
             if num_samples > 0:
-                self._local_step(num_samples)
+                self._local_step("step", num_samples)
             self._push()
             self._wait_for_messages()
-            self._debias()
+        self._debias()
 
-    def _local_step(self, num_samples: int) -> None:
+    def _local_step(self, event: str, num_samples: int) -> None:
         """x <- x + (z_after - z_before), as (x - z_before) + z_after: exact where w is 1. Never scaled by w."""
         with self._timed("communication_seconds"):
             self.parameters.add_to(self._x, alpha=-1.0)
         self._local_update()
         with self._timed("communication_seconds"):
             self.parameters.add_to(self._x)
-        self._record_step("step", num_samples)
+        self._record_step(event, num_samples)
 
     def _average_round(self, num_samples: int) -> None:
-        """SGD-AR's update, in the first rounds of a hybrid schedule; all workers stay equal, with w = 1."""
+        """SGD-AR's update, in the first rounds of a hybrid schedule: all workers stay equal, with w = 1.
+
+        Not so where a resumed run averages after rounds that pushed: hence the displacement, which loses nothing.
+        """
         with self._timed("communication_seconds"):
             averaging = average_gradients(self, num_samples)
         self._wait(averaging.done)
         with self._timed("communication_seconds"):
             averaging.apply()
-        self._local_update()
-        self.parameters.copy_to(self._x)
-        self._record_step("average", num_samples)
+        self._local_step("average", num_samples)
+        if num_samples == 0:
+            for parameter in self.parameters.parameters:
+                parameter.grad = None  # what others contributed is not to be added to by the next backward()
 
     def _push(self) -> None:
         """Sends p x and p w to the out-neighbours of the round; the rest stays."""
