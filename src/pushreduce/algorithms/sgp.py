@@ -40,8 +40,8 @@ _SMALLEST_WEIGHT = 1e-9
 class SGP(Algorithm):
     """Stochastic Gradient Push; memory beside the model: x, the messages under way, and the mailbox's slots.
 
-    The mailbox has 2 slots (3 with overlap) for every in-neighbour of a round, whatever the number of ranks.
-    One worker alone is plain SGD and opens no mailbox.
+    The mailbox has 2 slots (3 with overlap) for every in-neighbour of a round, whatever the number of ranks, and lies
+    in the processor's memory, as do the messages. One worker alone is plain SGD and opens no mailbox.
 
     Args: those of `Algorithm`, and
         settings: overlap, graph and schedule; the default is synchronous SGP on the exponential graph.
@@ -82,7 +82,7 @@ class SGP(Algorithm):
         )
         self._x = self.parameters.new_payload(1)
         self._begin_at_parameters()
-        self._wire = Wire(settings.wire_dtype, self.parameters.payload_dtype)
+        self._wire = Wire(settings.wire_dtype, self._x)
         self._mailbox = communicator.open_mailbox(
             self._topology,
             num_payload_bytes=len(self._x) * self._wire.num_bytes_per_element,
@@ -218,8 +218,7 @@ class SGP(Algorithm):
         """x <- x + what has arrived, straight from the mailbox's memory."""
         with self._timed("communication_seconds"):
             where = f"from rank {message.source} in round {self._round} of rank {self.communicator.rank}"
-            payload = self._wire.decode(message.payload, message.weight, where)
-            self._x.add_(payload.to(self._x.device))
+            self._x.add_(self._wire.decode(message.payload, message.weight, where))
             self._weight += message.weight
         self._record("apply", round=self._round, sending_round=message.round_number, source=message.source)
         sent_in = self.settings.average_rounds + message.round_number * self._sending_interval
