@@ -82,3 +82,19 @@ def test_averaged_rounds_without_a_gradient_leave_none_behind(ranks):
         return parameter.grad
 
     assert all(gradient is None for gradient in ranks.run(body))
+
+
+def test_a_state_is_loaded_before_the_first_step_only(ranks):
+    """The rounds of messages only go up: a run that goes back must do so with another algorithm."""
+    if ranks.size == 1:
+        pytest.skip("one rank sends no messages")
+
+    def body(communicator):
+        algorithm = build(communicator, SGPSettings())
+        train(algorithm, 3)
+        with pytest.raises(RuntimeError, match="make another one"):
+            algorithm.load_state_dict(algorithm.state_dict())
+        train(algorithm, 2)
+        algorithm.close()
+
+    ranks.run(body)

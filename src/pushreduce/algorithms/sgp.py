@@ -234,7 +234,10 @@ class SGP(Algorithm):
     def _wait(
         self, condition: Callable[[], bool], *, receive: bool = True, timeout_seconds: float = math.inf
     ) -> bool:
-        """Waits until `condition()`, answering tallies and receiving meanwhile: others may wait for either."""
+        """Waits until `condition()`, answering tallies and receiving meanwhile: others may wait for either.
+
+        Returns whether it is true; False, only where nothing is received, once the time is over.
+        """
         clock = self.communicator.clock
         deadline = clock.now() + timeout_seconds
         while True:
@@ -245,7 +248,8 @@ class SGP(Algorithm):
 
             with self._waiting():
                 if receive and self.communicator.size > 1:
-                    in_time = self._mailbox.wait(condition_or_tally, self._own_sending_round, self._apply)
+                    self._mailbox.wait(condition_or_tally, self._own_sending_round, self._apply)
+                    in_time = True
                 else:
                     in_time = self.communicator.wait_until(
                         condition_or_tally, max(0.0, deadline - clock.now())
@@ -321,6 +325,9 @@ class SGP(Algorithm):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert not self._tally.in_flight
+        if self.communicator.size > 1 and self._round >= 0:
+            # The mailbox's rounds only go up.
+            raise RuntimeError("the algorithm has taken rounds: make another one to load a state into")
         self.progress.agreed_samples = state["agreed_samples"]
         self._round, self._num_steps = state["round"], state["num_steps"]
         self._tally.rounds_begun = self._tally.max_rounds_begun = self._round + 1
