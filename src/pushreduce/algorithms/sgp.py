@@ -40,8 +40,8 @@ _SMALLEST_WEIGHT = 1e-9
 class SGP(Algorithm):
     """Stochastic Gradient Push; memory beside the model: x, the messages under way, and the mailbox's slots.
 
-    The mailbox has 2 slots (3 with overlap) for every in-neighbour of a round, whatever the number of ranks.
-    One worker alone is plain SGD and opens no mailbox.
+    The mailbox has 2 slots (3 with overlap) for every in-neighbour of a round, whatever the number of ranks, and lies
+    in the processor's memory, as do the messages. One worker alone is plain SGD and opens no mailbox.
 
     Args: those of `Algorithm`, and
         settings: overlap, graph and schedule; the default is synchronous SGP on the exponential graph.
@@ -82,7 +82,7 @@ class SGP(Algorithm):
         )
         self._x = self.parameters.new_payload(1)
         self._begin_at_parameters()
-        self._wire = Wire(settings.wire_dtype, self.parameters.payload_dtype)
+        self._wire = Wire(settings.wire_dtype, self._x)
         self._mailbox = communicator.open_mailbox(
             self._topology,
             num_payload_bytes=len(self._x) * self._wire.num_bytes_per_element,
@@ -124,34 +124,39 @@ class SGP(Algorithm):
         if self.communicator.size == 1:
             self._local_update()
             self._record_step("average" if is_averaged else "step", num_samples)
-        elif is_averaged:
+            return
+        if is_averaged:
             self._average_round(num_samples)
         else:
             if num_samples > 0:
-                self._local_step(num_samples)
+                self._local_step("step", num_samples)
             self._push()
             self._wait_for_messages()
-            self._debias()
+        self._debias()
 
-    def _local_step(self, num_samples: int) -> None:
+    def _local_step(self, event: str, num_samples: int) -> None:
         """x <- x + (z_after - z_before), as (x - z_before) + z_after: exact where w is 1. Never scaled by w."""
         with self._timed("communication_seconds"):
             self.parameters.add_to(self._x, alpha=-1.0)
         self._local_update()
         with self._timed("communication_seconds"):
             self.parameters.add_to(self._x)
-        self._record_step("step", num_samples)
+        self._record_step(event, num_samples)
 
     def _average_round(self, num_samples: int) -> None:
-        """SGD-AR's update, in the first rounds of a hybrid schedule; all workers stay equal, with w = 1."""
+        """SGD-AR's update, in the first rounds of a hybrid schedule: all workers stay equal, with w = 1.
+
+        Not so where a resumed run averages after rounds that pushed: hence the displacement, which loses nothing.
+        """
         with self._timed("communication_seconds"):
             averaging = average_gradients(self, num_samples)
         self._wait(averaging.done)
         with self._timed("communication_seconds"):
             averaging.apply()
-        self._local_update()
-        self.parameters.copy_to(self._x)
-        self._record_step("average", num_samples)
+        self._local_step("average", num_samples)
+        if num_samples == 0:
+            for parameter in self.parameters.parameters:
+                parameter.grad = None  # what others contributed is not to be added to by the next backward()
 
     def _push(self) -> None:
         """Sends p x and p w to the out-neighbours of the round; the rest stays."""
@@ -213,8 +218,7 @@ class SGP(Algorithm):
         """x <- x + what has arrived, straight from the mailbox's memory."""
         with self._timed("communication_seconds"):
             where = f"from rank {message.source} in round {self._round} of rank {self.communicator.rank}"
-            payload = self._wire.decode(message.payload, message.weight, where)
-            self._x.add_(payload.to(self._x.device))
+            self._x.add_(self._wire.decode(message.payload, message.weight, where))
             self._weight += message.weight
         self._record("apply", round=self._round, sending_round=message.round_number, source=message.source)
         sent_in = self.settings.average_rounds + message.round_number * self._sending_interval
@@ -230,7 +234,10 @@ class SGP(Algorithm):
     def _wait(
         self, condition: Callable[[], bool], *, receive: bool = True, timeout_seconds: float = math.inf
     ) -> bool:
-        """Waits until `condition()`, answering tallies and receiving meanwhile: others may wait for either."""
+        """Waits until `condition()`, answering tallies and receiving meanwhile: others may wait for either.
+
+        Returns whether it is true; False, only where nothing is received, once the time is over.
+        """
         clock = self.communicator.clock
         deadline = clock.now() + timeout_seconds
         while True:
@@ -241,7 +248,8 @@ class SGP(Algorithm):
 
             with self._waiting():
                 if receive and self.communicator.size > 1:
-                    in_time = self._mailbox.wait(condition_or_tally, self._own_sending_round, self._apply)
+                    self._mailbox.wait(condition_or_tally, self._own_sending_round, self._apply)
+                    in_time = True
                 else:
                     in_time = self.communicator.wait_until(
                         condition_or_tally, max(0.0, deadline - clock.now())
@@ -317,6 +325,9 @@ class SGP(Algorithm):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert not self._tally.in_flight
+        if self.communicator.size > 1 and self._round >= 0:
+            # The mailbox's rounds only go up.
+            raise RuntimeError("the algorithm has taken rounds: make another one to load a state into")
         self.progress.agreed_samples = state["agreed_samples"]
         self._round, self._num_steps = state["round"], state["num_steps"]
         self._tally.rounds_begun = self._tally.max_rounds_begun = self._round + 1

@@ -20,13 +20,20 @@ _CANARY_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 
 class Wire:
     """Encodes and decodes payloads.
 
+    The mailbox's memory is the processor's. Where the numerator is on a GPU, payloads are staged through pinned memory
+    of one message, which copies go to and from at the full rate of the bus.
+
     Args:
         name: "full" (the payload's own precision), "bfloat16" or "float16".
-        payload_dtype: of the numerator, float32 or float64.
+        numerator: like those to come: [num_elements + 1], float32 or float64.
     """
 
-    def __init__(self, name: str, payload_dtype: torch.dtype) -> None:
-        self.dtype = _DTYPES.get(name, payload_dtype)
+    def __init__(self, name: str, numerator: torch.Tensor) -> None:
+        self.dtype = _DTYPES.get(name, numerator.dtype)
+        self._device = numerator.device
+        self._pinned: torch.Tensor | None = None
+        if self._device.type == "cuda":
+            self._pinned = torch.empty(len(numerator), dtype=self.dtype, pin_memory=True)
         self.num_bytes_per_element = self.dtype.itemsize
         self._at_least_float32 = torch.promote_types(self.dtype, torch.float32)
 
@@ -37,17 +44,17 @@ class Wire:
             FloatingPointError: it does not fit float16.
         """
         payload = torch.from_numpy(memory).view(self.dtype)
-        if x.device == payload.device:
+        if self._pinned is None:
             sent = torch.mul(x, share, out=payload)
         else:
             sent = (x * share).to(self.dtype)
-            payload.copy_(sent)
+            payload.copy_(self._pinned.copy_(sent))
         if self.dtype == torch.float16 and not bool(sent.isfinite().all()):
             raise FloatingPointError("weights do not fit float16 (--wire-dtype bfloat16 takes larger ones)")
         return sent
 
     def decode(self, memory: NDArray[np.uint8], weight: float, where: str) -> torch.Tensor:
-        """The payload as a view of `memory`, checked to be finite and to carry `weight`.
+        """The payload on x's device (on the CPU a view of `memory`), checked to be finite and to carry `weight`.
 
         Raises:
             FloatingPointError: NaN or infinity.
@@ -57,7 +64,7 @@ class Wire:
         if not math.isfinite(payload.sum(dtype=self._at_least_float32)):
             raise FloatingPointError(f"the weights {where} are not finite")
         self.check_canary(float(payload[-1]), weight, where)
-        return payload
+        return payload if self._pinned is None else self._pinned.copy_(payload).to(self._device)
 
     def check_canary(self, canary: float, weight: float, where: str) -> None:
         """Raises RuntimeError where the values do not carry the weight that came with them."""

@@ -163,21 +163,12 @@ class Mailbox(ABC):
         due = self._expected <= self._own_round
         return bool(np.any(due & (np.abs(arrived) == self._expected + 1)))
 
-    def wait(
-        self,
-        condition: Callable[[], bool],
-        own_round: int,
-        apply: Apply,
-        *,
-        timeout_seconds: float = float("inf"),
-    ) -> bool:
-        """Waits until `condition()`, receiving meanwhile; returns whether it is true, False when the time is over."""
+    def wait(self, condition: Callable[[], bool], own_round: int, apply: Apply) -> None:
+        """Waits until `condition()`, receiving meanwhile."""
         self.receive(own_round, apply)
         while not condition():
-            if not self._wait_until(lambda: condition() or self.has_news(), timeout_seconds):
-                return False
+            self._wait_until(lambda: condition() or self.has_news(), float("inf"))
             self.receive(own_round, apply)
-        return True
 
     @property
     def num_rounds_received(self) -> int:
