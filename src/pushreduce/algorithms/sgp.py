@@ -110,6 +110,10 @@ class SGP(Algorithm):
 
     def step(self, num_samples: int) -> None:
         self._refuse_unready()
+        if num_samples < 1:
+            raise ValueError(
+                f"a step needs the gradient of at least one sample, got {num_samples}: leave it out"
+            )
         self._tally.rounds_begun = self._round + 2  # this one included
         self.progress.own_samples += num_samples
         self._take_round(num_samples)
@@ -144,10 +148,7 @@ class SGP(Algorithm):
         self._record_step(event, num_samples)
 
     def _average_round(self, num_samples: int) -> None:
-        """SGD-AR's update, in the first rounds of a hybrid schedule: all workers stay equal, with w = 1.
-
-        Not so where a resumed run averages after rounds that pushed: hence the displacement, which loses nothing.
-        """
+        """SGD-AR's update, in the first rounds of a hybrid schedule; workers that are equal, with w = 1, stay so."""
         with self._timed("communication_seconds"):
             averaging = average_gradients(self, num_samples)
         self._wait(averaging.done)
@@ -181,13 +182,7 @@ class SGP(Algorithm):
             if to not in reserved:
                 self._mailbox.skip(sending_round, to)
                 self.stats.messages_kept_back += 1
-        self._record(
-            "send",
-            round=self._round,
-            sending_round=sending_round,
-            to=reserved,
-            share=share,
-        )
+        self._record("send", round=self._round, sending_round=sending_round, to=reserved, share=share)
 
     def _reserve(self, sending_round: int, to: int) -> bool:
         """Whether the message may be sent. A rank whose receivers are always late would gather all mass: so only one
