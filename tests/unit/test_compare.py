@@ -81,6 +81,22 @@ def test_differing_settings_come_first_and_common_ones_below(two_runs: list[Path
         assert image.format == "PNG"
 
 
+def test_settings_that_a_run_does_not_use_are_not_compared(tmp_path: Path) -> None:
+    every = {"lasgd": {"tau_max": 5}, "sgp": {"tau": 0, "graph": "ring", "num_peers": 1}, "seed": 0}
+    overlapped = {**every, "sgp": {**every["sgp"], "tau": 1}}
+    runs = [
+        make_run(tmp_path / "first", {"algorithm": "lasgd", **every}),
+        make_run(tmp_path / "second", {"algorithm": "sgp", **overlapped}),
+    ]
+    done = compare(*runs, "--output", tmp_path / "both.png")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[:3] == ["run", "algorithm", "ranks"]  # lasgd has no tau
+    below = " ".join(done.stdout.splitlines()[3:])
+    assert "tau-max 5" in below
+    assert "graph ring" in below
+    assert "num-peers" not in below
+
+
 def test_a_run_can_be_compared_with_another_of_the_same_name(two_runs: list[Path], tmp_path: Path) -> None:
     other = tmp_path / "elsewhere"
     other.mkdir()
