@@ -74,7 +74,7 @@ def clusters(draw: st.DrawFn, max_ranks: int = 6):
     return cluster, steps, seconds
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     clusters(),
     st.integers(0, 6),
@@ -113,7 +113,7 @@ def test_lasgd_equals_the_oracle_whatever_the_interleaving(drawn, tau_max, elast
         )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(clusters(max_ranks=5), st.sampled_from([0.0, 0.9]))
 def test_allreduce_equals_the_oracle_whatever_the_interleaving(drawn, momentum):
     cluster, steps, seconds = drawn
@@ -138,7 +138,7 @@ def test_allreduce_equals_the_oracle_whatever_the_interleaving(drawn, momentum):
         assert algorithm.progress.samples == total_samples(steps)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(clusters(), st.integers(0, 4))
 def test_lasgd_preserves_the_mean_of_constant_gradients(drawn, tau_max):
     """With gradients that do not depend on x, the mean moves by exactly the sum of all local steps over n."""

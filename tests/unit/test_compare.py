@@ -41,6 +41,7 @@ def make_run(run: Path, settings: dict, num_steps: int = 40, *, finished: bool =
                 consensus_distance=1 / step,
                 steps_per_allreduce={1: step},
                 staleness={},
+                messages_kept_back=2,
             )
     record.close()
     if finished:

@@ -34,7 +34,7 @@ def optimizers(draw):
     return rule, max_norm, lambda p: kind(p, lr=rate, betas=(beta1, beta2), weight_decay=decay)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(optimizers(), st.integers(0, 2**32 - 1), st.integers(1, 12))
 def test_rules_equal_torch(optimizer, seed, num_steps):
     rule, max_norm, build = optimizer
@@ -129,7 +129,7 @@ def run_lasgd(communicator, x0, num_rounds, tau_max, alpha, beta):
     return trace, x, moved
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.integers(1, 4),
     st.integers(0, 2**32),
@@ -151,7 +151,7 @@ def test_lasgd_equals_a_bare_loop_under_any_interleaving(num_ranks, seed, jitter
         assert mean_drift((x0 + torch.stack(moved)).numpy(), replayed) < 1e-12
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(0, 1), st.integers(0, 6), st.data())
 def test_lasgd_rejects_a_trace_with_an_event_lost_or_doubled(rank, index, data):
     trace = TWO_RANKS[rank]

@@ -41,6 +41,7 @@ def add_evaluation(record: MetricsRecord, step: int, top1_percent: float = 90.0)
         consensus_distance=0.3,
         steps_per_allreduce={1: 4, 5: 2},
         staleness={0: 3, 1: 3},
+        messages_kept_back=2,
     )
 
 

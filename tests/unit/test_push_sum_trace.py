@@ -95,7 +95,7 @@ def test_a_circle_of_messages_is_refused():
         view(replay_sgp_by_event, circle, PAIR)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(references(skip_probability=0.0), st.data())
 def test_an_event_lost_or_doubled_is_refused(reference, data):
     traces, *_ = reference.run()

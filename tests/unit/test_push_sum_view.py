@@ -109,7 +109,7 @@ def test_averaged_rounds_weigh_by_samples_and_take_idle_ranks_along(function):
 # -- against message passing
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(references())
 def test_both_replays_equal_message_passing(reference):
     traces, z, _, w = reference.run()
@@ -119,14 +119,14 @@ def test_both_replays_equal_message_passing(reference):
     assert (w > 0).all()
 
 
-@settings(deadline=None, max_examples=75)
+@settings(max_examples=75)
 @given(references(eager=True))
 def test_events_are_followed_in_any_order(reference):
     traces, z, _, _ = reference.run()
     np.testing.assert_allclose(replayed(replay_sgp_by_event, reference, traces), z, rtol=1e-11, atol=1e-12)
 
 
-@settings(deadline=None, max_examples=75)
+@settings(max_examples=75)
 @given(references(gradient=lambda rank, s, z: np.full_like(z, 1.0 + rank), momentum=0.0))
 def test_constant_gradients_move_the_mean_by_the_learning_rate_under_every_delay(reference):
     traces, *_ = reference.run()
@@ -143,7 +143,7 @@ def test_constant_gradients_move_the_mean_by_the_learning_rate_under_every_delay
         np.testing.assert_allclose(x.mean(axis=0), reference.x0 - steps / n, rtol=1e-12, atol=1e-12)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(references(gradient=lambda rank, s, z: np.zeros_like(z), momentum=0.0))
 def test_without_gradients_weights_are_conserved_and_models_stay(reference):
     traces, *_, w = reference.run()

@@ -106,7 +106,7 @@ def replay(function, results, chosen):
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(clusters(), sgp_settings(st.none()))
 def test_equals_the_global_view_whatever_the_interleaving(drawn, chosen):
     results = run(drawn, chosen)
@@ -121,7 +121,7 @@ def test_equals_the_global_view_whatever_the_interleaving(drawn, chosen):
         assert algorithm.stats.messages_kept_back == 0
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(clusters(), sgp_settings(st.sampled_from([0.0, 1e-4])))
 def test_keeping_the_mass_equals_the_view_by_events(drawn, chosen):
     results = run(drawn, chosen)
@@ -131,7 +131,7 @@ def test_keeping_the_mass_equals_the_view_by_events(drawn, chosen):
         assert max(algorithm.stats.staleness, default=0) <= chosen.tau
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(clusters(), sgp_settings(st.sampled_from([None, 0.0])))
 def test_without_gradients_mass_is_conserved_and_weights_stay_in_bounds(drawn, chosen):
     cluster, steps, seconds = drawn

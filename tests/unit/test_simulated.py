@@ -31,7 +31,7 @@ def busy_body(communicator):
     return log
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(clusters)
 def test_averages_are_exact_and_summed_in_rank_order(cluster):
     sent = torch.randn(cluster.num_ranks, 3, 7, dtype=torch.float32)
@@ -55,7 +55,7 @@ def test_averages_are_exact_and_summed_in_rank_order(cluster):
             assert torch.equal(mean, reference)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(clusters)
 def test_the_seed_alone_decides_a_run(cluster):
     assert cluster.run(busy_body) == cluster.run(busy_body)
@@ -111,7 +111,7 @@ def test_done_does_not_pass_time_unless_it_is_spun_on():
     assert 3.0 <= end < 3.1
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(clusters)
 def test_names_match_by_use_whatever_the_order_of_posting(cluster):
     def body(communicator):
@@ -140,7 +140,7 @@ def test_out_receives_the_mean_also_in_place():
     assert SimulatedCluster(3, jitter=1.0).run(body) == [([1.0, 1.0], [1.0, 1.0], torch.bfloat16)] * 3
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(clusters)
 def test_collectives(cluster):
     def body(communicator):
@@ -167,7 +167,7 @@ def test_local_ranks():
     assert places == [(0, 5, 0, 2), (1, 5, 1, 2), (2, 5, 0, 2), (3, 5, 1, 2), (4, 5, 0, 1)]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(clusters)
 def test_wait_until_sees_what_other_ranks_do(cluster):
     reached = []
@@ -339,7 +339,7 @@ def test_integers_are_not_averaged():
 # -- what torch keeps process-wide
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(clusters)
 def test_each_rank_has_its_own_generator(cluster):
     def draws(communicator):
@@ -369,7 +369,7 @@ def test_unseeded_ranks_draw_different_numbers():
     assert len(set(drawn)) == 4
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(clusters)
 def test_each_rank_has_its_own_grad_mode_and_autocast(cluster):
     def body(communicator):

@@ -157,7 +157,7 @@ def any_topology(size: int) -> st.SearchStrategy[Topology]:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(runs(any_topology))
 def test_mass_is_conserved_and_no_message_is_late(run):
     start, x, w = run.push_sum()
@@ -176,7 +176,7 @@ def test_mass_is_conserved_and_no_message_is_late(run):
         assert run.num_applied == sum(len(run.topology.out_neighbours(i, k)) for i in ranks for k in rounds)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(st.integers(2, 8), st.integers(0, 3), st.integers(0, 2**32), st.booleans())
 def test_consensus(size, tau, seed, one_idle_rank):
     # With patience there is no such bound: all mass can gather at the fastest rank, whose receivers are always late.
@@ -185,7 +185,7 @@ def test_consensus(size, tau, seed, one_idle_rank):
     assert np.abs(x / w[:, None] - start.mean(axis=0)).max() < 1e-6
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(runs(any_topology))
 def test_without_delays_a_round_is_its_mixing_matrix(run):
     """Above all: what a round brings is in nothing that the same round sends, however early it is there."""

@@ -49,6 +49,7 @@ def evaluation_record(step: int) -> Record:
         "consensus_distance": 0.2,
         "steps_per_allreduce": {1: step, 3: step // 2},
         "staleness": {0: step, 1: step // 3},
+        "messages_kept_back": step,
     }
 
 

@@ -284,6 +284,7 @@ class TrainingLoop:
             consensus_distance=result.consensus_distance,
             steps_per_allreduce=dict(self.algorithm.stats.steps_per_allreduce),
             staleness=dict(self.algorithm.stats.staleness),
+            messages_kept_back=self.algorithm.stats.messages_kept_back,
         )
         if self.view:
             self.view.evaluation(record, result.predictions)

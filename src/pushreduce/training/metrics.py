@@ -112,6 +112,7 @@ class MetricsRecord:
         consensus_distance: float,
         steps_per_allreduce: Mapping[int, int],
         staleness: Mapping[int, int],
+        messages_kept_back: int,
     ) -> Record:
         """Records one evaluation, and flushes.
 
@@ -122,6 +123,7 @@ class MetricsRecord:
             consensus_distance: root mean square over workers of the distance to the consensus model.
             steps_per_allreduce: local steps that an all-reduce took -> how often, since this process started.
             staleness: rounds that a message to this rank was late -> how often, likewise.
+            messages_kept_back: messages of this rank whose receiver had no free slot in time, likewise.
 
         Returns:
             The record as it reads back; NaN and infinity have become None.
@@ -139,6 +141,7 @@ class MetricsRecord:
                 "consensus_distance": consensus_distance,
                 "steps_per_allreduce": dict(steps_per_allreduce),
                 "staleness": dict(staleness),
+                "messages_kept_back": messages_kept_back,
             }
         )
         self.flush()

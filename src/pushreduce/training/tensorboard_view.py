@@ -30,6 +30,7 @@ _TOP1_BY_TIME = "accuracy/top-1 %, by wall-clock ms"
 _TOP1_OF_RANK = "workers/top-1 % of rank {:03d}"
 _DISTANCE = "workers/L2 distance to consensus"
 _STEPS_PER_ALLREDUCE = "workers/local steps per all-reduce"
+_KEPT_BACK = "workers/messages kept back"
 _STALENESS = "workers/rounds that a message was late"
 _LEARNING_RATE = "optimizer/learning rate"
 _THROUGHPUT = "speed/images per second, all ranks"
@@ -109,6 +110,7 @@ class TensorBoardView:
                 _VALIDATION_LOSS: record["validation_loss"],
                 _TOP1: record["top1_percent"],
                 _DISTANCE: record["consensus_distance"],
+                _KEPT_BACK: record["messages_kept_back"] or None,  # no chart where nothing ever is
                 **by_rank,
             },
             samples,
