@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -87,12 +88,14 @@ class Job:
             variables = process.environ()
             rank = next((variables[name] for name in RANK_VARIABLES if name in variables), "0")
             parent = process.parent()
-            if str(TRAIN) in process.cmdline() and (parent is None or not _is_python(parent)):
+            # Open MPI's mpirun, whose command line names the program as well, is a child of another mpirun.
+            if _is_python(process) and (parent is None or not _is_python(parent)):
                 found.setdefault(int(rank), process)
         return found
 
     def terminate_launcher(self) -> None:
-        self._process.terminate()
+        """By the signal that the launcher hands on: at SIGTERM Open MPI's kills the ranks a moment later."""
+        self._process.send_signal(signal.SIGUSR1 if is_open_mpi() else signal.SIGTERM)
 
     def kill(self) -> None:
         """Ends the launcher, its helpers and all ranks. MPICH's helpers leave the launcher's process group."""
@@ -108,6 +111,14 @@ class Job:
             return psutil.Process(self._process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
+
+
+def is_open_mpi() -> bool:
+    """Whether the environment's mpirun is Open MPI's."""
+    version = subprocess.run(
+        ["mpirun", "--version"], env=environment(), capture_output=True, text=True, check=True
+    ).stdout
+    return "Open MPI" in version or "OpenRTE" in version
 
 
 def _is_python(process: psutil.Process) -> bool:

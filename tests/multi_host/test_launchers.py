@@ -22,7 +22,8 @@ def mpirun_hosts(directory: str) -> list[str]:
         ["mpirun", "--version"], env=environment(), capture_output=True, text=True
     ).stdout
     if "Open MPI" in version or "OpenRTE" in version:
-        return ["--hostfile", f"{directory}/hostfile"]
+        # By slot: the tests' policy, which permits more ranks than cores, would put all on the first host.
+        return ["--map-by", "slot", "--hostfile", f"{directory}/hostfile"]
     return ["-machinefile", f"{directory}/machinefile"]
 
 
