@@ -19,6 +19,8 @@ from pathlib import Path
 
 import psutil
 
+from pushreduce.communication.mpi_settings import launcher_is_open_mpi
+
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "src" / "train.py"
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -118,7 +120,7 @@ def is_open_mpi() -> bool:
     version = subprocess.run(
         ["mpirun", "--version"], env=environment(), capture_output=True, text=True, check=True
     ).stdout
-    return "Open MPI" in version or "OpenRTE" in version
+    return launcher_is_open_mpi(version)
 
 
 def _is_python(process: psutil.Process) -> bool:

@@ -11,6 +11,8 @@ import pytest
 from conftest import NUM_HOSTS
 from emulated import ROOT, TRAIN, environment
 
+from pushreduce.communication.mpi_settings import launcher_is_open_mpi
+
 HOSTS = [f"node{index}" for index in range(NUM_HOSTS)]
 TRAINING = "--epochs 1 --checkpoint-every-epochs 1 --trace --dtype float64 --run-dir run".split()
 
@@ -21,7 +23,7 @@ def mpirun_hosts(directory: str) -> list[str]:
     version = subprocess.run(
         ["mpirun", "--version"], env=environment(), capture_output=True, text=True
     ).stdout
-    if "Open MPI" in version or "OpenRTE" in version:
+    if launcher_is_open_mpi(version):
         # By slot: the tests' policy, which permits more ranks than cores, would put all on the first host.
         return ["--map-by", "slot", "--hostfile", f"{directory}/hostfile"]
     return ["-machinefile", f"{directory}/machinefile"]

@@ -73,6 +73,11 @@ def library_name(library_version: str) -> str:
     return "mpich" if re.search(r"MPICH|MVAPICH|Intel\(R\) MPI", library_version) else "other"
 
 
+def launcher_is_open_mpi(mpirun_version: str) -> bool:
+    """Whether `mpirun --version`, which names the library otherwise than the library itself, is Open MPI's."""
+    return "Open MPI" in mpirun_version or "OpenRTE" in mpirun_version
+
+
 def before_mpi(
     library_version: str,
     launch: Launch,
