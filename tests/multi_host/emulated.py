@@ -44,9 +44,14 @@ class Emulated:
 
     def call(self, action: str, *words: str) -> subprocess.CompletedProcess[str]:
         """The script's `action` on this cluster, to its end."""
-        process = self.start(action, *words)
+        return self.finish(self.start(action, *words))
+
+    def finish(
+        self, process: subprocess.Popen[str], timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> subprocess.CompletedProcess[str]:
+        """What `start` has started, to its end; after the time, the cluster goes with it."""
         try:
-            out, err = process.communicate(timeout=TIMEOUT_SECONDS)
+            out, err = process.communicate(timeout=timeout_seconds)
         except BaseException:
             process.kill()
             self.remove()  # or what the command left behind holds the pipes

@@ -19,12 +19,6 @@ def test_between_hosts(own, num_hosts, tests):
     hosts = mpirun_hosts(str(own.directory))
     pytest_command = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", tests]
     process = own.start("run", "--", "mpirun", "-np", str(num_hosts), *hosts, *pytest_command, cwd=ROOT)
-    try:
-        out, err = process.communicate(timeout=TIMEOUT_SECONDS)
-    except BaseException:
-        process.kill()
-        own.remove()  # or what the command left behind holds the pipes
-        process.communicate()
-        raise
-    assert process.returncode == 0, out + err
-    assert " passed" in out
+    done = own.finish(process, TIMEOUT_SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
