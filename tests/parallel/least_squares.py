@@ -41,5 +41,16 @@ def backward(linear: nn.Linear, rank: int, step: int, num_samples: int = 5) -> t
     return loss.detach()
 
 
+def train_plainly(num_steps: int, **sgd: float) -> np.ndarray:
+    """Where rank 0's data alone leads torch's own SGD: what every algorithm must do with one worker."""
+    linear = model()
+    optimizer = torch.optim.SGD(linear.parameters(), **sgd)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        backward(linear, 0, step)
+        optimizer.step()
+    return vector(linear)
+
+
 def vector(linear: nn.Linear) -> np.ndarray:
     return linear.weight.detach().double().numpy().reshape(-1).copy()

@@ -60,13 +60,8 @@ def test_one_rank_is_plain_sgd(ranks):
     if ranks.size > 1:
         pytest.skip("of one rank")
     (result,) = ranks.run(lambda c: run_allreduce(c, 50))
-    model = least_squares.model()
-    optimizer = torch.optim.SGD(model.parameters(), **SGD)
-    for step in range(50):
-        optimizer.zero_grad()
-        least_squares.backward(model, 0, step)
-        optimizer.step()
-    assert np.array_equal(result["x"], least_squares.vector(model))  # bit for bit
+    expected = least_squares.train_plainly(50, **SGD)
+    assert np.array_equal(result["x"], expected)  # bit for bit
 
 
 def test_ranks_out_of_data_follow_the_others_schedule(ranks):

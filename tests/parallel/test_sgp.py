@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-
 import least_squares
 import numpy as np
 import pytest
@@ -119,14 +117,9 @@ def test_one_rank_is_plain_sgd(ranks, settings):
     if ranks.size > 1:
         pytest.skip("of one rank")
     (result,) = ranks.run(lambda c: run_sgp(c, 50, settings))
-    model = least_squares.model()
-    optimizer = torch.optim.SGD(model.parameters(), **SGD)
-    for step in range(50):
-        optimizer.zero_grad()
-        least_squares.backward(model, 0, step)
-        optimizer.step()
-    assert np.array_equal(result["z"], least_squares.vector(model))  # bit for bit
-    assert np.array_equal(result["consensus"], least_squares.vector(model))
+    expected = least_squares.train_plainly(50, **SGD)
+    assert np.array_equal(result["z"], expected)  # bit for bit
+    assert np.array_equal(result["consensus"], expected)
 
 
 @pytest.mark.parametrize("tau", [0, 1, 3])
@@ -172,92 +165,6 @@ def test_the_same_number_of_synchronous_steps_needs_no_round_without_a_gradient(
     for result in ranks.run(lambda c: run_sgp(c, 12, SGPSettings())):
         rounds = [event["round"] for event in result["events"]]
         assert max(rounds) == 11
-
-
-def test_finish_is_idempotent_and_steps_may_follow(ranks):
-    def body(communicator):
-        model = least_squares.model()
-        optimizer = torch.optim.SGD(model.parameters(), **SGD)
-        algorithm = SGP(model, optimizer, communicator, SGPSettings(tau=1))
-        snapshots = []
-        for step in range(4):
-            optimizer.zero_grad()
-            least_squares.backward(model, communicator.rank, step)
-            algorithm.step(5)
-            algorithm.finish()
-            snapshots.append(least_squares.vector(model))
-            algorithm.finish()
-            snapshots.append(least_squares.vector(model))
-        samples = algorithm.progress.samples
-        algorithm.close()
-        return snapshots, samples
-
-    for snapshots, samples in ranks.run(body):
-        assert samples == 20 * ranks.size
-        for once, twice in zip(snapshots[::2], snapshots[1::2], strict=True):
-            assert np.array_equal(once, twice)
-
-
-@pytest.mark.parametrize("settings", [SGPSettings(), SGPSettings(average_rounds=7)], ids=describe)
-def test_state_is_refused_in_flight_and_restores_the_run(ranks, settings):
-    def body(communicator):
-        def build():
-            model = least_squares.model()
-            optimizer = torch.optim.SGD(model.parameters(), **SGD)
-            return SGP(model, optimizer, communicator, settings)
-
-        def train(algorithm, steps):
-            for step in steps:
-                algorithm.optimizer.zero_grad()
-                least_squares.backward(algorithm.model, communicator.rank, step)
-                algorithm.step(5)
-
-        undisturbed = build()
-        train(undisturbed, range(5))
-        with pytest.raises(RuntimeError, match="finish"):
-            undisturbed.state_dict()
-        undisturbed.finish()
-        saved = [undisturbed.model.state_dict(), undisturbed.optimizer.state_dict(), undisturbed.state_dict()]
-        file = io.BytesIO()
-        torch.save(saved, file)
-        file.seek(0)
-        saved = torch.load(file, weights_only=True)
-        train(undisturbed, range(5, 12))
-        undisturbed.finish()
-
-        resumed = build()
-        resumed.model.load_state_dict(saved[0])
-        resumed.optimizer.load_state_dict(saved[1])
-        resumed.load_state_dict(saved[2])
-        train(resumed, range(5, 12))
-        resumed.finish()
-        undisturbed.close()
-        resumed.close()
-        return least_squares.vector(undisturbed.model), least_squares.vector(resumed.model)
-
-    for undisturbed, resumed in ranks.run(body):
-        assert settings.average_rounds or np.array_equal(undisturbed, resumed)
-        np.testing.assert_allclose(undisturbed, resumed, rtol=1e-13, atol=1e-14)
-
-
-def test_a_request_to_stop_reaches_all_alike(ranks):
-    def body(communicator):
-        model = least_squares.model()
-        algorithm = SGP(model, torch.optim.SGD(model.parameters(), lr=0.0), communicator, SGPSettings(tau=1))
-        num_steps = 0
-        while not algorithm.progress.stop_requested:
-            if communicator.rank == communicator.size - 1 and num_steps == 7:
-                algorithm.request_stop()
-            least_squares.backward(model, communicator.rank, num_steps)
-            algorithm.step(5)
-            num_steps += 1
-        algorithm.finish()
-        algorithm.close()
-        return algorithm.progress.stop_requested, num_steps
-
-    for stopped, num_steps in ranks.run(body):
-        assert stopped
-        assert num_steps >= 1
 
 
 @pytest.mark.parametrize("wire_dtype", ["full", "bfloat16", "float16"])
