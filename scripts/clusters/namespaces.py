@@ -57,6 +57,7 @@ def build(cluster: Cluster, start_ssh: Callable[[Cluster], None]) -> None:
             ("machinefile", plan.machinefile(cluster)),
         ):
             (cluster.directory / name).write_text(text)
+        _write_attributes(cluster)
         for command in plan.build_commands(cluster):
             call(command)
         _start_holders(cluster)
@@ -65,6 +66,13 @@ def build(cluster: Cluster, start_ssh: Callable[[Cluster], None]) -> None:
     except BaseException:
         remove(cluster.name)
         raise
+
+
+def _write_attributes(cluster: Cluster) -> None:
+    plan.HOST_FILE.touch()  # for the hosts to mount their own over
+    for host in cluster.hosts:
+        cluster.host_file(host).parent.mkdir(exist_ok=True)
+        cluster.host_file(host).write_text(plan.attributes(cluster, host))
 
 
 def _start_holders(cluster: Cluster) -> None:
@@ -189,6 +197,7 @@ def _remove_root_directory() -> None:
         with suppress(OSError):  # another sshd may use it by now
             os.rmdir("/run/sshd")
         marker.unlink()
+    plan.HOST_FILE.unlink(missing_ok=True)
     plan.ROOT_DIRECTORY.rmdir()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -11,21 +12,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pushreduce.communication import hostfile
+from pushreduce.communication import emulated_host, hostfile
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 from clusters import namespaces, plan, secure_shell, ssh_stand_in  # noqa: E402
 from clusters.plan import Cluster, UserError  # noqa: E402
 
-CLUSTERS = st.builds(
-    Cluster,
-    name=st.from_regex("[a-z0-9][a-z0-9_]{0,30}", fullmatch=True),
-    num_hosts=st.integers(1, plan.MAX_HOSTS),
-    rate=st.sampled_from(["100mbit", "2.5gbit", "500kbit", "unlimited"]),
-    network=st.integers(0, plan.NUM_NETWORKS - 1),
-    ssh=st.sampled_from(["sshd", "stand-in"]),
-)
+
+@st.composite
+def clusters(draw) -> Cluster:
+    num_hosts = draw(st.integers(1, plan.MAX_HOSTS))
+    rate = draw(st.sampled_from(["100mbit", "2.5gbit", "500kbit", "unlimited"]))
+    slow_hosts = draw(st.dictionaries(st.integers(0, num_hosts - 1), st.floats(0.1, 100), max_size=3))
+    return Cluster(
+        name=draw(st.from_regex("[a-z0-9][a-z0-9_]{0,30}", fullmatch=True)),
+        num_hosts=num_hosts,
+        rate=rate,
+        network=draw(st.integers(0, plan.NUM_NETWORKS - 1)),
+        ssh=draw(st.sampled_from(["sshd", "stand-in"])),
+        ranks_per_host=draw(st.integers(1, plan.MAX_RANKS_PER_HOST)),
+        slow_hosts=tuple(sorted(slow_hosts.items())),
+        time_stretch=1.0 if rate == "unlimited" else draw(st.floats(1, 100)),
+    )
+
+
+CLUSTERS = clusters()
 
 
 def words_after(command: list[str], word: str) -> str:
@@ -54,6 +66,42 @@ def test_a_cluster_is_read_back_as_it_was_written(cluster: Cluster):
     assert Cluster.from_json(cluster.to_json()) == cluster
 
 
+def test_a_cluster_that_an_earlier_version_wrote_is_read():
+    text = '{"name": "a", "num_hosts": 2, "rate": "1mbit", "network": 3, "ssh": "sshd"}'
+    assert Cluster.from_json(text) == Cluster("a", 2, "1mbit", 3, "sshd")
+
+
+@settings(deadline=None)
+@given(CLUSTERS)
+def test_a_stretched_link_carries_as_much_and_queues_as_much_in_as_many_times_the_time(cluster: Cluster):
+    shaping = [command for command in plan.build_commands(cluster) if command[0] == "tc"]
+    for command in shaping:
+        bits = plan.bits_per_second(cluster.rate)
+        stretched = int(words_after(command, "rate").removesuffix("bit"))
+        assert stretched * cluster.time_stretch == pytest.approx(bits, rel=1e-3)
+        queue_seconds = float(words_after(command, "latency").removesuffix("ms")) / 1e3
+        plain = plan.shaping_command("NAMESPACE", "DEVICE", cluster.rate)
+        assert words_after(command, "burst") == words_after(plain, "burst")
+        plain_queue_seconds = float(words_after(plain, "latency").removesuffix("ms")) / 1e3
+        assert queue_seconds == pytest.approx(plain_queue_seconds * cluster.time_stretch, rel=1e-3)
+
+
+@settings(deadline=None)
+@given(CLUSTERS)
+def test_a_host_reads_its_own_slowness_and_the_stretch(cluster: Cluster):
+    assert emulated_host.HOST_FILE == plan.HOST_FILE
+    factors = dict(cluster.slow_hosts)
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emulated_host, "HOST_FILE", Path(directory) / "host.json")
+        assert emulated_host.this_host() == emulated_host.EmulatedHost(1.0, 1.0)
+        for index, host in enumerate(cluster.hosts):
+            emulated_host.HOST_FILE.write_text(plan.attributes(cluster, host))
+            expected = emulated_host.EmulatedHost(factors.get(index, 1.0), cluster.time_stretch)
+            assert emulated_host.this_host() == expected
+        emulated_host.HOST_FILE.write_text("")
+        assert emulated_host.this_host() == emulated_host.EmulatedHost(1.0, 1.0)
+
+
 @settings(deadline=None)
 @given(CLUSTERS, CLUSTERS)
 def test_a_cluster_removes_its_own_namespaces_only(one: Cluster, other: Cluster):
@@ -65,10 +113,10 @@ def test_a_cluster_removes_its_own_namespaces_only(one: Cluster, other: Cluster)
 
 @settings(deadline=None)
 @given(CLUSTERS)
-def test_both_hostfiles_name_every_host_with_one_slot(cluster: Cluster):
+def test_both_hostfiles_name_every_host_with_its_slots(cluster: Cluster):
     for text in (plan.hostfile(cluster), plan.machinefile(cluster)):
         assert [(host.name, host.slots) for host in hostfile.parse(text, "FILE")] == [
-            (name, 1) for name in cluster.hosts
+            (name, cluster.ranks_per_host) for name in cluster.hosts
         ]
     names = dict(reversed(line.split()) for line in plan.hosts_file(cluster).splitlines())
     assert names == {"localhost": "127.0.0.1"} | {host: cluster.address(host) for host in cluster.hosts}
@@ -83,6 +131,45 @@ def test_a_rate_that_tc_would_read_otherwise_is_refused(rate: str):
 @pytest.mark.parametrize(("rate", "expected"), [("100mbit", 1e8), ("2.5gbit", 2.5e9), ("64kbit", 64e3)])
 def test_rates(rate: str, expected: float):
     assert plan.bits_per_second(rate) == expected
+
+
+@given(st.floats(1e3, 1e12))
+def test_a_rate_is_written_so_that_it_is_read_back(bits: float):
+    written = plan.rate_of(bits)
+    assert plan.bits_per_second(written) == pytest.approx(bits, rel=0.006)
+    assert plan.rate_of(plan.bits_per_second(written)) == written
+
+
+def test_slow_hosts():
+    assert plan.parse_slow_hosts(["3:2.0", "0:0.5"]) == ((0, 0.5), (3, 2.0))
+
+
+@pytest.mark.parametrize(
+    "word", ["3", "3:", ":2", "-1:2", "1.5:2", "3:0", "3:-2", "3:nan", "3:inf", "a:b", "3:2:1"]
+)
+def test_what_names_no_slow_host_is_refused(word: str):
+    with pytest.raises(UserError, match=r"write 3:2\.0"):
+        plan.parse_slow_hosts([word])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"slow_hosts": ((2, 2.0),)}, "hosts are 0 to 1"),
+        ({"ranks_per_host": 0}, "--ranks-per-host"),
+        ({"time_stretch": 0.5}, "--stretch"),
+        ({"time_stretch": float("nan")}, "--stretch"),
+        ({"time_stretch": 2.0, "rate": "unlimited"}, "cannot be stretched"),
+    ],
+)
+def test_clusters_that_cannot_be_are_refused(fields, message: str):
+    with pytest.raises(UserError, match=message):
+        Cluster(**{"name": "a", "num_hosts": 2, "rate": "1mbit", "network": 0, "ssh": "sshd"} | fields)
+
+
+def test_one_host_has_one_factor():
+    with pytest.raises(UserError, match="already"):
+        plan.parse_slow_hosts(["1:2", "1:3"])
 
 
 @pytest.mark.parametrize("name", ["", "A", "a-b", "../x", "_a", "a" * 32, "a b"])
@@ -148,6 +235,11 @@ def test_the_stand_in_refuses_what_ssh_refuses(line: str):
         "down --rate 1mbit",
         "run --host -- ls",
         "status x",
+        "up --stretch x",
+        "up --ranks-per-host 1.5",
+        "change",
+        "change --rate 1mbit --outage-seconds 1",
+        "change --rate 1mbit --host node1",
     ],
 )
 def test_bad_arguments_are_one_line_and_code_2(arguments: str):
@@ -157,7 +249,7 @@ def test_bad_arguments_are_one_line_and_code_2(arguments: str):
     assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
-@pytest.mark.parametrize("action", ["up", "run -- true", "status", "down"])
+@pytest.mark.parametrize("action", ["up", "run -- true", "change --rate 1mbit", "status", "down"])
 def test_without_root_it_says_so(action: str):
     program = f"import os, runpy, sys; os.geteuid = lambda: 65534; sys.argv = ['x', *{action.split()}]; "
     program += f"runpy.run_path({str(ROOT / 'scripts' / 'emulated_cluster')!r}, run_name='__main__')"
