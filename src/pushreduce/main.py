@@ -71,10 +71,9 @@ def _run(settings: Settings, communicator: Communicator) -> int:
     agree_with_root(communicator, lambda: console.announce(settings, loop, environment))
     ended = loop.run()
     num_skipped = sum(communicator.allgather(workload.num_skipped))
-    commit = environment[0]["commit"]
     agree_with_root(
         communicator,
-        lambda: console.conclude(settings, loop, commit=commit, num_skipped=num_skipped, ended=ended),
+        lambda: console.conclude(settings, loop, environment[0], num_skipped=num_skipped, ended=ended),
     )
     return 0 if ended else 128 + (stop_signal() or signal.SIGTERM)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from pushreduce.communication import emulated_host
 from pushreduce.communication.simulated import SimulatedCluster
 from pushreduce.settings import (
     DataSettings,
@@ -157,6 +158,13 @@ def test_a_slow_rank_takes_its_factor_and_every_rank_needs_one():
     assert slow.pass_seconds(0) == pytest.approx(22.5)
     with pytest.raises(ValueError, match="has 2 numbers and there are 3 ranks"):
         emulate(three_layers(), rank_of(3), emulated_rank_slowness=(1.0, 2.5))
+
+
+def test_a_slow_host_and_stretched_time_multiply_it(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(emulated_host, "HOST_FILE", tmp_path / "host.json")
+    emulated_host.HOST_FILE.write_text('{"slowness": 2.0, "time_stretch": 4.0}')
+    slow = emulate(three_layers(), rank_of(2, 1), emulated_rank_slowness=(1.0, 2.5), passes=3)
+    assert slow.pass_seconds(0) == pytest.approx(9.0 * 2.0 * 4.0 * 2.5 / 3)
 
 
 @pytest.mark.parametrize("ignored", [{"emulated_jitter": 0.1}, {"emulated_rank_slowness": (1.0, 2.0)}])

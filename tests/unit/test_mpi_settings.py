@@ -47,6 +47,20 @@ def test_each_mpi_gets_its_own() -> None:
     assert "HOROVOD_CYCLE_TIME" not in before_mpi(MPICH, crowded, 8, [], False, {})
 
 
+def test_where_time_is_stretched_horovods_cycle_is_too():
+    launch = Launch(4, 4, 0, "PMI_SIZE")
+
+    def cycle(num_cores: int, time_stretch: float, **environment: str) -> str | None:
+        made = before_mpi(MPICH, launch, num_cores, [], False, environment, time_stretch)
+        return made.get("HOROVOD_CYCLE_TIME")
+
+    assert cycle(2, 1.0) == "5"
+    assert cycle(2, 4.0) == "20"
+    assert cycle(8, 4.0) == "4"
+    assert cycle(8, 1.0) is None
+    assert cycle(2, 4.0, HOROVOD_CYCLE_TIME="3") is None
+
+
 def test_bridges_are_left_out_between_hosts_only() -> None:
     two_hosts = Launch(4, 2, 0, "OMPI_COMM_WORLD_SIZE")
     interfaces = ["lo", "eth0", "docker0", "br-17"]

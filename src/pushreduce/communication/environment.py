@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pushreduce.communication import mpi_settings, startup
+from pushreduce.communication import emulated_host, mpi_settings, startup
 
 _SETTINGS = ("HOROVOD_", "OMPI_MCA_", "PRTE_MCA_", "MPIR_CVAR_", "UCX_", "FI_", "NCCL_", "OMP_")
 _TRANSPORT = tuple(
@@ -23,6 +23,7 @@ def describe_environment(num_ranks: int) -> dict[str, Any]:
     """This rank's part of `environment.json`: commit, versions, host, settings. After `startup.start`."""
     import torch
 
+    host = emulated_host.this_host()
     ring = "MPIR_CVAR_COLL_SELECTION_TUNING_JSON_FILE" in startup.settings_made
     return {
         "commit": find_commit(),
@@ -38,7 +39,9 @@ def describe_environment(num_ranks: int) -> dict[str, Any]:
             "name": socket.gethostname(),
             "cores": startup.num_cores(),
             "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+            "slowness": host.slowness,
         },
+        "time_stretch": host.time_stretch,
         "torch_threads_per_rank": torch.get_num_threads(),
         "all_reduce": f"ring from {mpi_settings.RING_THRESHOLD_BYTES} bytes" if ring else "the MPI's default",
         "settings_made": dict(startup.settings_made),

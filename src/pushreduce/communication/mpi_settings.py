@@ -22,6 +22,12 @@ RING_THRESHOLD_BYTES = 256 * 1024
 SEGMENT_BYTES = 16 * 1024 * 1024
 """Longer averages are sent in segments of this size, so that what MPI allocates for a message stays small."""
 
+CYCLE_MILLISECONDS = 1.0
+"""Between two looks of Horovod's thread at what is to be done: its default."""
+
+CROWDED_CYCLE_MILLISECONDS = 5.0
+"""The same where a host has more ranks than processors."""
+
 STALL_SHUTDOWN_SECONDS = 600
 """A collective that some ranks have not entered for so long ends the job instead of hanging for ever."""
 
@@ -85,6 +91,7 @@ def before_mpi(
     interfaces: Iterable[str],
     has_rdma: bool,
     environment: Mapping[str, str],
+    time_stretch: float = 1.0,
 ) -> dict[str, str]:
     """The variables to set before MPI starts, without those that the user has set.
 
@@ -93,6 +100,7 @@ def before_mpi(
         num_cores: processors of this host.
         interfaces: names of this host's network interfaces that are up and have an address.
         has_rdma: whether this host has InfiniBand or the like.
+        time_stretch: of the emulated cluster that this host is in, else 1.
     """
     library = library_name(library_version)
     several_hosts = launch.num_local_ranks < launch.num_ranks
@@ -105,11 +113,13 @@ def before_mpi(
         "HOROVOD_FUSION_THRESHOLD": str(SEGMENT_BYTES),
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(STALL_SHUTDOWN_SECONDS),
     }
-    if launch.num_local_ranks > num_cores:
-        # A waiting rank must leave the core to the one that it waits for.
-        wanted["HOROVOD_CYCLE_TIME"] = "5"
-        if library.startswith("openmpi"):
-            wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    is_crowded = launch.num_local_ranks > num_cores
+    if is_crowded and library.startswith("openmpi"):
+        wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    # A waiting rank must leave the core to the one that it waits for.
+    cycle_milliseconds = time_stretch * (CROWDED_CYCLE_MILLISECONDS if is_crowded else CYCLE_MILLISECONDS)
+    if cycle_milliseconds != CYCLE_MILLISECONDS:
+        wanted["HOROVOD_CYCLE_TIME"] = f"{cycle_milliseconds:g}"
     if library == "openmpi 4":
         # The default window (osc rdma over TCP) cannot be made between hosts.
         wanted["OMPI_MCA_osc"] = "ucx"

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pushreduce.communication import mpi_settings
+from pushreduce.communication import emulated_host, mpi_settings
 
 if TYPE_CHECKING:  # it needs torch, which the messages about bad settings do without
     from pushreduce.communication.base import Communicator
@@ -286,7 +286,10 @@ def _start_mpi() -> Any:
             if name in up and any(address.family == socket.AF_INET for address in addresses)
         }
         has_rdma = any(Path("/sys/class/infiniband").glob("*"))
-        made = mpi_settings.before_mpi(version, launch, num_cores(), interfaces, has_rdma, os.environ)
+        stretch = emulated_host.this_host().time_stretch
+        made = mpi_settings.before_mpi(
+            version, launch, num_cores(), interfaces, has_rdma, os.environ, stretch
+        )
         libraries = mpi_settings.mpi_libraries(Path("/proc/self/maps").read_text())
         if mpi_settings.library_name(version) == "mpich" and len(libraries) == 1:
             made |= mpi_settings.ring_variables(Path(libraries[0]), launch, os.environ)

@@ -78,10 +78,32 @@ def announce(settings: Settings, loop: TrainingLoop, environment: list[dict[str,
         workload.batch_size_per_rank * settings.optimizer.accumulation_steps,
         settings.training.epochs,
     )
+    for line in about_emulated_hosts(settings, environment):
+        logger.warning(line)
     if loop.resumed_from_samples:
         logger.info("resumed at epoch %.2f", loop.resumed_from_samples / workload.num_train_samples)
     logger.info("run directory %s", run_directory.path)
     logger.info("watch it:     tensorboard --logdir %s", shlex.quote(str(run_directory.path)))
+
+
+def about_emulated_hosts(settings: Settings, by_rank: list[dict[str, Any]]) -> list[str]:
+    """What to bear in mind when reading this run's times, or why they mean nothing; nothing on real hosts."""
+    time_stretch = by_rank[0]["time_stretch"]
+    slowness = {each["host"]["name"]: each["host"]["slowness"] for each in by_rank}
+    slow = [f"{name} is {factor:g} times slower" for name, factor in slowness.items() if factor != 1]
+    facts = ", ".join([f"time is stretched by {time_stretch:g}"] * (time_stretch != 1) + slow)
+    if not facts:
+        return []
+    if settings.emulation.emulated_step_seconds == 0:
+        return [
+            f"warning: {facts} in this emulated cluster, but without --emulated-step-seconds computation is as fast "
+            "as ever"
+        ]
+    if time_stretch == 1:
+        return [f"emulated cluster: {facts}"]
+    return [
+        f"emulated cluster: {facts}; all seconds from here on are stretched: divide them by {time_stretch:g}"
+    ]
 
 
 def write_environment(run_directory: RunDirectory, by_rank: list[dict[str, Any]]) -> None:
@@ -96,12 +118,12 @@ def write_environment(run_directory: RunDirectory, by_rank: list[dict[str, Any]]
 
 
 def conclude(
-    settings: Settings, loop: TrainingLoop, *, commit: str | None, num_skipped: int, ended: bool
+    settings: Settings, loop: TrainingLoop, environment: dict[str, Any], *, num_skipped: int, ended: bool
 ) -> None:
     """Summary, curves and what to do next. On rank 0.
 
     Args:
-        commit: of the program.
+        environment: of rank 0, as from `describe_environment`.
         num_skipped: corrupt files that all ranks have skipped since this process started.
         ended: whether the run reached its end.
     """
@@ -117,7 +139,8 @@ def conclude(
         num_workers=num_ranks,
         seed=settings.seed,
         num_skipped_files=num_skipped,
-        commit=commit,
+        commit=environment["commit"],
+        time_stretch=environment["time_stretch"],
     )
     if num_skipped:
         logger.warning("skipped %d corrupt image files", num_skipped)

@@ -5,6 +5,8 @@ thirds while it goes backward, in equal shares of its layers. So a gradient is t
 an algorithm that sends it from inside `backward()` overlaps as much as it really could. Time is spent asleep: the
 processor is free for communication, as it is where an accelerator computes.
 
+On a slow host of an emulated cluster, and where such a cluster stretches time, it takes longer by those factors.
+
 The schedule holds points in time, not pauses: the real computation is part of the given time, and only what is longer
 than that makes a step longer. What an algorithm's own hooks take in between is not computation and comes on top.
 """
@@ -19,6 +21,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from pushreduce.communication.base import Communicator
+from pushreduce.communication.emulated_host import this_host
 from pushreduce.settings import EmulationSettings
 
 FORWARD_SHARE = 1 / 3
@@ -58,7 +61,10 @@ class EmulatedCompute:
                 f"--emulated-rank-slowness has {len(slowness)} numbers and there are {communicator.size} ranks: "
                 "give one a rank"
             )
-        factor = 1.0 if slowness is None else slowness[communicator.rank]
+        host = this_host()
+        factor = (
+            host.slowness * host.time_stretch * (1.0 if slowness is None else slowness[communicator.rank])
+        )
         self._mean_seconds = settings.emulated_step_seconds * factor / passes_per_step
         # A lognormal time of mean 1 and this standard deviation: never negative, and late more often than early.
         self._sigma = math.sqrt(math.log1p(settings.emulated_jitter**2))
