@@ -1,5 +1,6 @@
 """scripts/compare, as a user runs it, and the figures it is made of."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,16 @@ def test_settings_that_a_run_does_not_use_are_not_compared(tmp_path: Path) -> No
     assert "tau-max 5" in below
     assert "graph ring" in below
     assert "num-peers" not in below
+
+
+def test_stretched_time_is_shown(two_runs: list[Path], tmp_path: Path) -> None:
+    summary = two_runs[1] / "summary.json"
+    write_summary(summary, json.loads(summary.read_text()) | {"time_stretch": 4.0})
+    done = compare(*two_runs, "--output", tmp_path / "both.png")
+    assert done.returncode == 0, done.stderr
+    heading, *rows = done.stdout.splitlines()
+    assert heading.split()[:3] == ["run", "algorithm", "time-stretch"]
+    assert [row.split()[2] for row in rows[:2]] == ["1.0", "4.0"]
 
 
 def test_a_run_can_be_compared_with_another_of_the_same_name(two_runs: list[Path], tmp_path: Path) -> None:
