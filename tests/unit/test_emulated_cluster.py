@@ -86,7 +86,7 @@ def test_a_stretched_link_carries_as_much_and_queues_as_much_in_as_many_times_th
         assert queue_seconds == pytest.approx(plain_queue_seconds * cluster.time_stretch, rel=1e-3)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=10)  # each writes and reads a file a host
 @given(CLUSTERS)
 def test_a_host_reads_its_own_slowness_and_the_stretch(cluster: Cluster):
     assert emulated_host.HOST_FILE == plan.HOST_FILE
