@@ -31,6 +31,15 @@ def describe(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
+def judge(median: float, bound: tuple[str, float] | None) -> tuple[str, str]:
+    """A bound such as (">=", 0.97) in words, and whether a median meets it; both empty where there is none."""
+    if bound is None:
+        return "", ""
+    sign, limit = bound
+    met = median >= limit if sign == ">=" else median <= limit
+    return f"{sign} {limit:g}", "met" if met else "missed"
+
+
 def report(figure: str, *, values: Sequence[float], **facts: Any) -> None:
     """Prints one figure for `scripts/benchmark`, which adds the bound: a line of JSON. On rank 0 only."""
     print(json.dumps({"figure": figure, **facts, **describe(values), "values": list(values)}), flush=True)

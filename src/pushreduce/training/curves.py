@@ -24,7 +24,7 @@ from pushreduce.training.metrics import read_records
 from pushreduce.training.summary import PHASES, Summary
 
 # Okabe and Ito's palette: told apart by colour-blind readers too.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 _PHASE_COLOURS = {
     "compute": "#009E73",
     "local_update": "#56B4E9",
@@ -32,7 +32,7 @@ _PHASE_COLOURS = {
     "blocked": "#D55E00",
     "other": "#BBBBBB",
 }
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -73,7 +73,7 @@ def draw_curves(run_dirs: Path | Sequence[Path], png: Path, labels: Sequence[str
         FileNotFoundError: a run directory has no record.
     """
     runs = [run_dirs] if isinstance(run_dirs, Path) else list(run_dirs)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure, axes = plt.subplots(2, 2, figsize=(9, 6), sharex="col", sharey="row")
         _draw_runs(axes, runs, labels or [run.name for run in runs])
         figure.savefig(png)
@@ -84,7 +84,7 @@ def draw_comparison(
     run_dirs: Sequence[Path], summaries: Sequence[Summary], labels: Sequence[str], png: Path
 ) -> None:
     """Draws what `draw_curves` does and, below, a bar a run: the mean iteration and what it is made of."""
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         height = 0.9 + 0.32 * len(run_dirs)
         figure = plt.figure(figsize=(9, 6.2 + height))
         grid = figure.add_gridspec(2, 1, height_ratios=(6.2, height))
@@ -101,8 +101,8 @@ def _draw_runs(axes: np.ndarray, run_dirs: Sequence[Path], labels: Sequence[str]
     longest = max((curves.loss_at[1, -1] for curves in all_curves if curves.loss_at.size), default=0.0)
     divisor, unit = (3600, "h") if longest > 7200 else (60, "min") if longest > 300 else (1, "s")
     for index, (curves, label) in enumerate(zip(all_curves, labels, strict=True)):
-        colour = _COLOURS[index % len(_COLOURS)]
-        dashes = ("-", "--", ":", "-.")[index // len(_COLOURS) % 4]
+        colour = COLOURS[index % len(COLOURS)]
+        dashes = ("-", "--", ":", "-.")[index // len(COLOURS) % 4]
         top1 = f" ({curves.top1_percent[-1]:.1f} %)" if curves.top1_percent.size else ""
         for column, scale in enumerate((1, divisor)):
             loss_axis, accuracy_axis = axes[0, column], axes[1, column]
@@ -122,7 +122,7 @@ def _draw_runs(axes: np.ndarray, run_dirs: Sequence[Path], labels: Sequence[str]
                 curves.validation_loss,
                 "o",
                 markersize=3,
-                color=_COLOURS[1] if alone else colour,
+                color=COLOURS[1] if alone else colour,
                 label="validation, consensus model" if alone else None,
             )
             accuracy_axis.fill_between(
