@@ -29,7 +29,8 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "benchmarks")]
-from plan import PIECES, RATE_MBIT, TRIAL, Piece  # noqa: E402
+from blocks import keep_complete_rounds  # noqa: E402
+from pieces import PIECES, RATE_MBIT, TRIAL, Piece  # noqa: E402
 
 EMULATED_CLUSTER = ROOT / "scripts" / "emulated_cluster"
 DIRECTORIES = Path("/run/pushreduce-cluster")
@@ -37,10 +38,6 @@ START_SECONDS = 180.0
 """Until the ranks of the largest job have started."""
 MEAN_STEP_SECONDS = 0.6
 END_SECONDS = 30.0
-
-
-class RefusalError(Exception):
-    """One line: what is wrong and what to do."""
 
 
 def main() -> None:
@@ -70,16 +67,16 @@ def main() -> None:
     try:
         if not arguments.report:
             if os.geteuid() != 0:
-                raise RefusalError('network namespaces need root: run it with sudo env PATH="$PATH"')
+                raise ValueError('network namespaces need root: run it with sudo env PATH="$PATH"')
             if TRIAL.num_hosts in arguments.hosts and arguments.output == FOLDER:
-                raise RefusalError(f"--hosts {TRIAL.num_hosts} is a trial and no result: add --output DIR")
+                raise ValueError(f"--hosts {TRIAL.num_hosts} is a trial and no result: add --output DIR")
             arguments.output.mkdir(parents=True, exist_ok=True)
             for num_hosts in arguments.hosts:
                 measure(PIECES[num_hosts], arguments.name, arguments.output / "blocks.jsonl")
-        import report  # imports matplotlib
+        import tables  # imports matplotlib
 
-        report.write(arguments.output)
-    except RefusalError as error:
+        tables.write(arguments.output)
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -109,28 +106,7 @@ def measure(piece: Piece, name: str, blocks: Path) -> None:
                 file.flush()
                 print(f"  round {block['round']}: {block['system']}", file=sys.stderr, flush=True)
     if keep_complete_rounds(piece, blocks) != piece.rounds:
-        raise RefusalError("the job ended early without saying why: give the command again")
-
-
-def keep_complete_rounds(piece: Piece, path: Path) -> int:
-    """Removes from `path` the blocks of the piece that no complete round has; the number of complete rounds.
-
-    Raises:
-        RefusalError: blocks of another length or stretch are there, which belong to no round of this piece.
-    """
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    own = [line for line in lines if line.get("num_hosts") == piece.num_hosts]
-    if any((line["stretch"], line["lead_in"]) != (piece.stretch, piece.lead_in) for line in own):
-        raise RefusalError(f"{path} has blocks of another plan for {piece.num_hosts} hosts: move it away")
-    num_complete = 0
-    while {line["system"] for line in own if line["round"] == num_complete} >= set(piece.systems):
-        num_complete += 1
-    kept = [line for line in lines if line not in own or line["round"] < num_complete]
-    if len(kept) < len(lines):
-        unfinished = path.with_suffix(".new")
-        unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        os.replace(unfinished, path)
-    return num_complete
+        raise ValueError("the job ended early without saying why: give the command again")
 
 
 @contextmanager
@@ -143,10 +119,10 @@ def cluster(name: str, piece: Piece) -> Iterator[Path]:
             [str(EMULATED_CLUSTER), "up", *words], capture_output=True, text=True, env=environment()
         )
         if done.returncode:
-            raise RefusalError(done.stderr.strip().removeprefix("error: "))
+            raise ValueError(done.stderr.strip().removeprefix("error: "))
     except BaseException as error:
         # A cluster of that name that stood before is somebody else's.
-        if not isinstance(error, RefusalError):
+        if not isinstance(error, ValueError):
             take_down(name)
         raise
     try:
@@ -193,7 +169,7 @@ def run(command: list[str], piece: Piece) -> Iterator[dict[str, Any]]:
             end(process)
     if code:
         reason = f"took more than {limit_seconds:.0f} s" if is_late else f"ended with code {code}"
-        raise RefusalError(f"the job on {piece.num_hosts} hosts {reason}: what it said is above")
+        raise ValueError(f"the job on {piece.num_hosts} hosts {reason}: what it said is above")
 
 
 def end(process: subprocess.Popen[str]) -> None:

@@ -1,7 +1,7 @@
 """One rank of the measurement: every system takes its block of steps in turn, in the same processes.
 
 Started by measure.py on the hosts of an emulated cluster; their clocks are one, since they are one machine. Owns the
-systems and what is timed; prints one line of JSON a block, on rank 0. What the numbers mean is report.py's.
+systems and what is timed; prints one line of JSON a block, on rank 0. What the numbers mean is tables.py's.
 
 A block begins at a barrier and has some steps of lead-in, which fill the algorithm's pipeline, before those that
 count. Afterwards the algorithm drains, so that nothing of it is under way when the next system has its turn.
@@ -30,9 +30,9 @@ from torch.nn import functional
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "benchmarks"))
-import plan  # noqa: E402
+import pieces  # noqa: E402
 import workbench  # noqa: E402
-from plan import ALL_REDUCE, NUM_PARAMETERS, WIDTH  # noqa: E402
+from pieces import ALL_REDUCE, NUM_PARAMETERS, WIDTH  # noqa: E402
 
 from pushreduce.algorithms import LASGD, SGP, Algorithm, AllReduceSGD  # noqa: E402
 from pushreduce.communication import startup  # noqa: E402
@@ -47,7 +47,7 @@ def build_model() -> nn.Sequential:
     """[batch, WIDTH] -> [batch, WIDTH]; layers of one size, so that all gradients take equally long."""
     torch.manual_seed(0)
     model = nn.Sequential()
-    for _ in range(plan.NUM_LAYERS):
+    for _ in range(pieces.NUM_LAYERS):
         layer = nn.Linear(WIDTH, WIDTH, bias=False)
         nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
         model.extend([layer, nn.ReLU()])
@@ -193,19 +193,19 @@ def _sgp(tau: int) -> partial[Ours]:
     return partial(Ours, build=partial(SGP, settings=SGPSettings(tau=tau)))
 
 
-STEP = (plan.COMPUTE_SECONDS, plan.JITTER)
+STEP = (pieces.COMPUTE_SECONDS, pieces.JITTER)
 SYSTEMS: dict[str, tuple[Callable[..., System], tuple[float, float]]] = {
     "SGD-AR, no overlap": (partial(Ours, build=AllReduceSGD, overlap=False), STEP),
     "SGD-AR": (partial(Ours, build=AllReduceSGD), STEP),
     "Horovod": (HorovodOptimizer, STEP),
-    "DDP": (partial(DDP, bucket_mb=plan.DDP_BUCKET_MB), STEP),
-    plan.ONE_BUCKET: (partial(DDP, bucket_mb=None), STEP),
+    "DDP": (partial(DDP, bucket_mb=pieces.DDP_BUCKET_MB), STEP),
+    pieces.ONE_BUCKET: (partial(DDP, bucket_mb=None), STEP),
     "SGP": (_sgp(0), STEP),
-    plan.NO_JITTER: (_sgp(0), (plan.COMPUTE_SECONDS, 0.0)),
+    pieces.NO_JITTER: (_sgp(0), (pieces.COMPUTE_SECONDS, 0.0)),
     "OSGP(1)": (_sgp(1), STEP),
     "LASGD(1)": (_lasgd(1), STEP),
     "LASGD(5)": (_lasgd(5), STEP),
-    plan.INTENSIVE: (_lasgd(5), (plan.INTENSIVE_COMPUTE_SECONDS, plan.JITTER)),
+    pieces.INTENSIVE: (_lasgd(5), (pieces.INTENSIVE_COMPUTE_SECONDS, pieces.JITTER)),
 }
 """How a system is built; the seconds of its step's computation and their jitter."""
 
@@ -236,7 +236,7 @@ def main() -> None:
                 block = {"system": name, "round": round_number, "lead_in": arguments.lead_in, **measured}
                 print(json.dumps(block), flush=True)
         if round_number == arguments.first_round:  # later, rounding errors have grown
-            check_same_model([systems[name] for name in plan.SAME_UPDATES if name in systems])
+            check_same_model([systems[name] for name in pieces.SAME_UPDATES if name in systems])
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     communicator.barrier()

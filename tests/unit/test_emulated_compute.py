@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pushreduce.communication import emulated_host
@@ -204,3 +205,32 @@ def test_the_loop_records_it_as_compute(tmp_path: Path, algorithm: str):
         for index, record in enumerate(steps):
             expected = 2 * loop.emulated_compute.pass_seconds(index)
             assert record["compute_seconds"] == pytest.approx(expected, abs=1e-9)
+
+
+def test_ddp_sends_each_layer_when_its_time_has_passed_and_before_the_next_layers(tmp_path: Path):
+    """So a comparison with it is fair: its buckets (of one layer here) overlap the backward pass as ours do."""
+    model, communicator = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3))), rank_of(1)
+    clock = communicator.clock
+    emulated = emulate(model, communicator)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        num_bytes = 4 * model[0].weight.numel()
+        parallel = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=num_bytes / 2**20)
+        sent = []
+
+        def note(_, bucket):
+            sent.append((bucket.buffer().nbytes, clock.now() - start))
+            future = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        parallel.register_comm_hook(None, note)
+        for step in range(3):  # DDP makes its buckets anew after the first
+            start = clock.now()
+            sent.clear()
+            with emulated.spending(step):
+                parallel(torch.ones(4, 8)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    assert [num for num, _ in sent] == [num_bytes] * 3
+    assert [seconds for _, seconds in sent] == pytest.approx([5, 7, 9])

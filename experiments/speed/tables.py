@@ -8,7 +8,6 @@ is emulated: what was measured, divided by the stretch.
 from __future__ import annotations
 
 import csv
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "benchmarks")]
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
-import plan  # noqa: E402
+import pieces  # noqa: E402
+from blocks import read  # noqa: E402
 from pairs import describe, judge  # noqa: E402
 from readme_tables import insert_table  # noqa: E402
 
@@ -48,8 +48,7 @@ Key = tuple[int, str]
 
 def write(folder: Path) -> None:
     """All of it, from `folder`/blocks.jsonl; what has not been measured is said to be so."""
-    path = folder / "blocks.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = read(folder / "blocks.jsonl")
     cores = next((line["machine"]["cores"] for line in lines if "machine" in line), 1)
     blocks = [line for line in lines if "system" in line]
     steps = [summarise(block, cores) for block in blocks if "compute_ms" in block]
@@ -117,7 +116,7 @@ def measures(
         own = of(system).values()
         ratios = [row["iteration_ms"] / row["compute_ms_slowest"] for row in own]
         figures.append((f"{system}: iteration / compute", 8, ratios, ("<=", bound) if bound else None, own))
-    for baseline in plan.SAME_UPDATES:
+    for baseline in pieces.SAME_UPDATES:
         bound = (">=", 1.5) if baseline == "SGD-AR, no overlap" else None
         values = paired(of(baseline), of("LASGD(1)"))
         figures.append((f"{baseline} / LASGD(1)", 8, values, bound, of(baseline).values()))
@@ -128,7 +127,7 @@ def measures(
         figures.append(
             ("all-reduce: ring bound / measured", num_hosts, [ring_efficiency(b) for b in own], bound, own)
         )
-    own = of(plan.NO_JITTER).values()
+    own = of(pieces.NO_JITTER).values()
     values = [(row["iteration_ms"] - row["compute_ms_slowest"]) / send_ms(row["rate_mbit"]) for row in own]
     figures.append(
         ("SGP without jitter: (iteration - compute) / (size / rate)", 8, values, ("<=", 1.25), own)
@@ -158,14 +157,14 @@ def ring_efficiency(block: Mapping[str, Any]) -> float:
 
 def send_ms(rate_mbit: float) -> float:
     """The model's size over the rate."""
-    return 32 * plan.NUM_PARAMETERS / (rate_mbit * 1e3)
+    return 32 * pieces.NUM_PARAMETERS / (rate_mbit * 1e3)
 
 
 def count_steps_per_allreduce(blocks: Iterable[Mapping[str, Any]]) -> Counter[int]:
     """Of the runs where an all-reduce takes 1 to 2 gradient computations, on 16 hosts; all ranks together."""
-    counts: Counter[int] = Counter({key: 0 for key in range(1, 7)})
+    counts: Counter[int] = Counter(dict.fromkeys(range(1, 7), 0))
     for block in blocks:
-        if block["system"] == plan.INTENSIVE and block["num_hosts"] == 16:
+        if block["system"] == pieces.INTENSIVE and block["num_hosts"] == 16:
             counts.update({int(key): value for key, value in block["steps_per_allreduce"].items()})
     return counts
 
