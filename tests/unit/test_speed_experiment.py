@@ -77,7 +77,7 @@ def test_figures_are_ratios_within_a_round_with_their_bounds():
             steps.append(summarise(timed_block(system, number, each, 300.0 * speed), num_cores=8))
     ring_ms = 2 * 2 * 7 / 8 * size_over_rate
     all_reduces = [block(ALL_REDUCE, 0, all_reduce_ms=[ring_ms / 0.8, ring_ms / 0.9])]
-    found = {row["measure"]: row for row in measures(steps, all_reduces)}
+    found = {row["measure"]: row for row in measures(steps, all_reduces) if row["num_hosts"] != 6}
     for name, value, verdict in (
         ("LASGD(1): iteration / compute", 1.0, "met"),
         ("OSGP(1): iteration / compute", 1.1, "missed"),
