@@ -95,9 +95,13 @@ def measure(piece: Piece, name: str, blocks: Path) -> None:
         command = [str(EMULATED_CLUSTER), "run", "--name", name, "--", sys.executable]
         command += [str(ROOT / "scripts" / "launch"), "--hostfile", str(hostfile), sys.executable]
         command += [str(FOLDER / "ranks.py"), "--systems", *piece.systems, f"--directory={directory}"]
-        command += [f"--first-round={num_complete}", f"--rounds={piece.rounds}", f"--stretch={piece.stretch}"]
+        command += [
+            f"--first-round={num_complete}",
+            f"--rounds={piece.rounds}",
+            f"--speed-up={piece.speed_up}",
+        ]
         command += [f"--lead-in={piece.lead_in}", f"--steps={piece.steps}"]
-        shared = {"num_hosts": piece.num_hosts, "stretch": piece.stretch, "rate_mbit": RATE_MBIT}
+        shared = {"num_hosts": piece.num_hosts, "stretch": piece.stretch, "rate_mbit": rate_mbit(piece)}
         with blocks.open("a") as file:
             file.write(json.dumps({"machine": facts}) + "\n")
             for block in run(command, piece):
@@ -109,11 +113,16 @@ def measure(piece: Piece, name: str, blocks: Path) -> None:
         raise ValueError("the job ended early without saying why: give the command again")
 
 
+def rate_mbit(piece: Piece) -> float:
+    """Of its links, each way, before time is stretched."""
+    return RATE_MBIT * piece.speed_up
+
+
 @contextmanager
 def cluster(name: str, piece: Piece) -> Iterator[Path]:
     """A cluster that stands; its hostfile."""
-    rate = f"{RATE_MBIT / piece.stretch:g}mbit"
-    words = ["--name", name, "--hosts", str(piece.num_hosts), "--rate", rate]
+    words = ["--name", name, "--hosts", str(piece.num_hosts), "--rate", f"{rate_mbit(piece):g}mbit"]
+    words += ["--stretch", f"{piece.stretch:g}"]
     try:
         done = subprocess.run(
             [str(EMULATED_CLUSTER), "up", *words], capture_output=True, text=True, env=environment()
@@ -136,21 +145,18 @@ def take_down(name: str) -> None:
     subprocess.run([str(EMULATED_CLUSTER), "down", "--name", name], env=environment(), check=False)
 
 
-def environment(stretch: float = 1.0) -> dict[str, str]:
-    """The activated environment's; Horovod's cycle, 1 ms, is stretched with all else."""
+def environment() -> dict[str, str]:
+    """The activated environment's."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    variables = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
-    if stretch > 1:
-        variables["HOROVOD_CYCLE_TIME"] = f"{stretch:g}"
-    return variables
+    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def run(command: list[str], piece: Piece) -> Iterator[dict[str, Any]]:
     """The blocks that a job prints, as they come. The job ends with this generator."""
     num_steps = piece.rounds * len(piece.systems) * (piece.lead_in + piece.steps)
-    limit_seconds = START_SECONDS + 2 * num_steps * MEAN_STEP_SECONDS * max(1.0, piece.stretch)
+    limit_seconds = START_SECONDS + 2 * num_steps * MEAN_STEP_SECONDS * piece.stretch
     with subprocess.Popen(
-        command, env=environment(piece.stretch), stdout=subprocess.PIPE, text=True, start_new_session=True
+        command, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         assert process.stdout is not None
         # What emulated_cluster has started ends with it.

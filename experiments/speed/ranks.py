@@ -220,7 +220,7 @@ def main() -> None:
     for name in arguments.systems:
         if name != ALL_REDUCE:
             build, (seconds, jitter) = SYSTEMS[name]
-            systems[name] = build(communicator, EmulationSettings(seconds * arguments.stretch, jitter))
+            systems[name] = build(communicator, EmulationSettings(seconds / arguments.speed_up, jitter))
     gc.disable()  # a collection stops one rank, and with it those that wait for it
     for round_number in range(arguments.first_round, arguments.rounds):
         order = arguments.systems if round_number % 2 == 0 else arguments.systems[::-1]
@@ -250,7 +250,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--lead-in", type=int, required=True, help="steps of a block that do not count")
     parser.add_argument("--steps", type=int, required=True, help="steps of a block that count")
-    parser.add_argument("--stretch", type=float, required=True, help="factor on the computation")
+    parser.add_argument("--speed-up", type=float, required=True, help="of the computation")
     parser.add_argument(
         "--directory", type=Path, required=True, help="for temporary files, seen by all hosts"
     )

@@ -62,7 +62,7 @@ def write(folder: Path) -> None:
     (folder / "results.md").write_text("\n".join(tables))
     if (folder / "README.md").exists():
         insert_table(folder / "README.md", folder / "results.md")
-    sizes = {row["num_hosts"] for row in steps if row["stretch"] >= 1}
+    sizes = {row["num_hosts"] for row in steps} - {pieces.TRIAL.num_hosts}
     if sizes:
         draw(by_key(row for row in steps if row["num_hosts"] in sizes), folder / "figure.png")
 
