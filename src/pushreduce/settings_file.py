@@ -1,4 +1,4 @@
-"""Settings as YAML: `to_yaml` writes them, `from_yaml` reads them strictly.
+"""Settings as YAML: `to_yaml` writes them, `from_yaml` reads them strictly; other frozen dataclasses likewise.
 
 Owns the file's form and the types of its values. Does not own the settings' names (`settings.py`) or which
 file is read when (`command_line.py`).
@@ -13,17 +13,19 @@ import difflib
 import re
 import types
 from collections.abc import Hashable
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
 from pushreduce.settings import Settings, SettingsError
 
+T = TypeVar("T")
 
-def to_yaml(settings: Settings) -> str:
-    """All settings, in the order of their definition; `from_yaml` is the inverse."""
+
+def to_yaml(settings: Any) -> str:
+    """All settings (any dataclass), in the order of their definition; `from_yaml` is the inverse."""
     return yaml.dump(asdict(settings), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
@@ -33,25 +35,44 @@ def load(path: Path) -> Settings:
     Raises:
         SettingsError: the file cannot be read, or as in `from_yaml`.
     """
+    return load_dataclass(Settings, path, kind="settings file")
+
+
+def load_dataclass(dataclass: type[T], path: Path, *, kind: str) -> T:
+    """What the file at `path` holds; `kind` names the sort of file in error messages.
+
+    Raises:
+        SettingsError: the file cannot be read, or as in `dataclass_from_yaml`.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise SettingsError(f"settings file {path} cannot be read: {error.strerror}") from error
+        raise SettingsError(f"{kind} {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise SettingsError(f"settings file {path} is not UTF-8 text: write it as UTF-8") from error
-    return from_yaml(text, source=str(path))
+        raise SettingsError(f"{kind} {path} is not UTF-8 text: write it as UTF-8") from error
+    return dataclass_from_yaml(dataclass, text, source=str(path))
 
 
 def from_yaml(text: str, *, source: str) -> Settings:
     """The settings that `text` gives, defaults for the rest. `source` names the file in error messages.
 
     Raises:
-        SettingsError: no valid YAML, a key twice, an unknown key (the nearest is named), a wrong type.
+        SettingsError: as in `dataclass_from_yaml`.
+    """
+    return dataclass_from_yaml(Settings, text, source=source)
+
+
+def dataclass_from_yaml(dataclass: type[T], text: str, *, source: str) -> T:
+    """The values that `text` gives, defaults for the rest; dataclasses may be nested.
+
+    Raises:
+        SettingsError: no valid YAML, a key twice, an unknown key (the nearest is named), a missing one that has no
+            default, a wrong type, or a value that the dataclass itself refuses by a ValueError.
     """
     try:
         # Safe: _Loader is yaml's SafeLoader with another table of scalars.
         content = yaml.load(text, Loader=_Loader)
-        return _build(Settings, {} if content is None else content, place="")
+        return _build(dataclass, {} if content is None else content, dataclass, place="")
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise SettingsError(f"{source}{line}: {error.problem}") from error
@@ -119,7 +140,8 @@ _Dumper.add_representer(
 )
 
 
-def _build(section: type[Any], content: Any, place: str) -> Any:
+def _build(section: type[T], content: Any, root: type, place: str) -> T:
+    """`section`, which stands at `place` in the file of `root`."""
     if not isinstance(content, dict):
         where = f"section {place.rstrip('.')}" if place else "the file"
         raise SettingsError(f"{where} must be a mapping of names to values (name: value)")
@@ -127,28 +149,39 @@ def _build(section: type[Any], content: Any, place: str) -> Any:
     given = {}
     for name, value in content.items():
         if name not in types_by_name:
-            raise SettingsError(f"unknown setting {place}{name}{_suggestion(str(name))}")
+            raise SettingsError(f"unknown setting {place}{name}{_suggestion(str(name), root)}")
         annotation = types_by_name[name]
         if isinstance(annotation, type) and is_dataclass(annotation):
-            given[name] = _build(annotation, value, place=f"{place}{name}.")
+            given[name] = _build(annotation, value, root, place=f"{place}{name}.")
             continue
         try:
             given[name] = _convert(value, annotation)
         except (TypeError, OverflowError) as error:
             raise SettingsError(f"{place}{name} must be {_words(annotation)}, but is {value!r}") from error
-    return section(**given)
+    for item in fields(section):  # type: ignore[arg-type]
+        if item.name not in given and item.default is MISSING and item.default_factory is MISSING:
+            raise SettingsError(f"{place}{item.name} is missing: add it")
+    try:
+        return section(**given)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
 
 
-def _suggestion(name: str) -> str:
+def _suggestion(name: str, root: type) -> str:
     """The full name (section.name) of the setting most like `name`, which may be in another section."""
-    full_names = {}
-    for item in fields(Settings):
-        default = getattr(Settings(), item.name)
-        full_names[item.name] = item.name
-        if is_dataclass(default):
-            full_names |= {inner.name: f"{item.name}.{inner.name}" for inner in fields(default)}
+    types_by_name: dict[str, Any] = get_type_hints(root)
+    full_names = {
+        inner.name: f"{own_name}.{inner.name}"
+        for own_name, annotation in types_by_name.items()
+        if isinstance(annotation, type) and is_dataclass(annotation)
+        for inner in fields(annotation)
+    } | {own_name: own_name for own_name in types_by_name}
     matches = difflib.get_close_matches(name, full_names, n=1)
-    return f": did you mean {full_names[matches[0]]}?" if matches else ": see --help for the names"
+    if not matches and root is Settings:
+        return ": see --help for the names"
+    if not matches:
+        return f": known are {', '.join(types_by_name)}"
+    return f": did you mean {full_names[matches[0]]}?"
 
 
 def _convert(value: Any, annotation: Any) -> Any:
