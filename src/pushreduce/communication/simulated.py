@@ -1,8 +1,8 @@
 """A cluster inside one process, in virtual time: the second form of `Communicator`, and the tests' adversary.
 
-Owns how collectives match, what they compute, how long they take and when each rank sees their end. Does not
-own the order in which ranks run (`virtual_time.py`), how long a gradient takes (`clock.sleep`), mailboxes
-(`simulated_mailbox.py`), or a model of the network (`average_seconds` and `put_seconds` are given).
+Owns what a rank may ask for and what it gets. Does not own how collectives match and what they compute
+(`simulated_exchange.py`), how long anything is under way (`simulated_transport.py`), the order in which ranks run
+(`virtual_time.py`), how long a gradient takes (`clock.sleep`), or mailboxes (`simulated_mailbox.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from pushreduce.communication.base import Communicator
+from pushreduce.communication.simulated_exchange import Exchange, Meeting
 from pushreduce.communication.simulated_mailbox import SimulatedMailbox
+from pushreduce.communication.simulated_transport import JitteryTransport, Transport
 from pushreduce.communication.topology import Topology
 from pushreduce.communication.virtual_time import Deadlock, Scheduler
 
@@ -28,8 +30,6 @@ T = TypeVar("T")
 
 _SPIN_SECONDS = (1e-6, 1e-2)
 """Virtual time that a rank loses when it asks `done()` again with nothing in between: first, and at most."""
-_MAX_IDLE_POLLS = 200_000
-"""False answers of `done()` in a row, with nothing under way, after which the run counts as hung."""
 
 
 class Aborted(Exception):  # noqa: N818
@@ -56,6 +56,8 @@ class SimulatedCluster:
         jitter: a rank sees the end after average_seconds x (1 + jitter x (E + E_rank)), with E (one an
             operation) and E_rank (one an operation and rank) exponential of mean 1; a put takes put_seconds x
             (1 + jitter x E). 0: exact times.
+        transport: in place of the last three, makes what decides all times, for a run's scheduler; see
+            `simulation.cluster_transport`.
     """
 
     def __init__(
@@ -67,15 +69,22 @@ class SimulatedCluster:
         average_seconds: Callable[[int, int], float] | None = None,
         put_seconds: Callable[[int, int], float] | None = None,
         jitter: float = 0.0,
+        transport: Callable[[Scheduler], Transport] | None = None,
     ) -> None:
         if num_ranks < 1 or ranks_per_host < 1 or jitter < 0:
             raise ValueError(
                 f"{num_ranks=} and {ranks_per_host=} must be at least 1, and {jitter=} at least 0"
             )
         self.num_ranks, self.ranks_per_host = num_ranks, ranks_per_host
-        self.seed, self.jitter = seed, jitter
-        self.average_seconds = average_seconds or (lambda num_bytes, size: 1e-4)
-        self.put_seconds = put_seconds or (lambda num_bytes, size: 1e-4)
+        if transport is not None and (average_seconds or put_seconds or jitter):
+            raise ValueError("a transport decides all times: give no average_seconds, put_seconds or jitter")
+        self.seed = seed
+        self._new_transport = transport or partial(
+            JitteryTransport,
+            average_seconds=average_seconds or (lambda num_bytes, size: 1e-4),
+            put_seconds=put_seconds or (lambda num_bytes, size: 1e-4),
+            jitter=jitter,
+        )
 
     def run(self, body: Callable[[SimulatedCommunicator], T]) -> list[T]:
         """Runs `body(communicator)` on every rank to its end; another call repeats the interleaving.
@@ -88,9 +97,12 @@ class SimulatedCluster:
             Deadlock: ranks wait for what cannot happen.
             BaseException: whatever a rank raised first, with its rank as a note; the other ranks are ended.
         """
-        exchange = _Exchange(self)
-        communicators = [SimulatedCommunicator(exchange, rank) for rank in range(self.num_ranks)]
-        return exchange.scheduler.run([partial(body, communicator) for communicator in communicators])
+        scheduler = Scheduler(self.num_ranks, self.seed)
+        exchange = Exchange(scheduler, self._new_transport(scheduler), range(self.num_ranks))
+        communicators = [
+            SimulatedCommunicator(exchange, rank, self.ranks_per_host) for rank in range(self.num_ranks)
+        ]
+        return scheduler.run([partial(body, communicator) for communicator in communicators])
 
 
 class SimulatedCommunicator(Communicator):
@@ -98,9 +110,8 @@ class SimulatedCommunicator(Communicator):
 
     can_wait_in_backward = False  # a switch to another rank would leave autograd's own frames on the stack
 
-    def __init__(self, exchange: _Exchange, rank: int) -> None:
-        self.rank, self.size = rank, exchange.cluster.num_ranks
-        ranks_per_host = exchange.cluster.ranks_per_host
+    def __init__(self, exchange: Exchange, rank: int, ranks_per_host: int) -> None:
+        self.rank, self.size = rank, len(exchange.members)
         self.local_rank = rank % ranks_per_host
         self.local_size = min(ranks_per_host, self.size - (rank - self.local_rank))
         self.clock = _VirtualClock(exchange.scheduler)
@@ -130,14 +141,14 @@ class SimulatedCommunicator(Communicator):
         self._num_uses[name] += 1
         kind = f"average {name!r} (use {use}) of {tuple(buffer.shape)} {buffer.dtype}"
         sent = buffer.detach().clone()
-        meeting = self._exchange.meet(self.rank, (name, use), kind, sent, buffer.nbytes)
+        meeting = self._exchange.meet(self.rank, (name, use), kind, sent, buffer.nbytes, through_horovod=True)
         handle = self._outstanding[name] = _Handle(self, name, meeting, buffer.detach(), out)
         return handle
 
     def broadcast(self, buffer: torch.Tensor, name: str, root: int = 0) -> None:
         kind = f"broadcast {name!r} from rank {root} of {tuple(buffer.shape)} {buffer.dtype}"
         sent = buffer.detach().clone() if self.rank == root else None
-        values = self._collective(kind, sent, buffer.nbytes)
+        values = self._collective(kind, sent, buffer.nbytes, through_horovod=True)
         if self.rank != root:
             buffer.detach().copy_(values[root])
 
@@ -165,7 +176,8 @@ class SimulatedCommunicator(Communicator):
             num_payload_bytes=num_payload_bytes,
             num_slot_rounds=num_slot_rounds,
             scheduler=self._exchange.scheduler,
-            delay_seconds=self._exchange.put_delay_seconds,
+            put=self._exchange.put,
+            put_counter=self._exchange.put_counter,
             barrier=self.barrier,
         )
         kind = f"open_mailbox({num_payload_bytes=}, {num_slot_rounds=})"
@@ -177,10 +189,12 @@ class SimulatedCommunicator(Communicator):
         print(f"rank {self.rank}: {message}", file=sys.stderr)
         self._exchange.scheduler.end_run(Aborted(self.rank, message, exit_code))
 
-    def _collective(self, kind: str, value: Any, num_bytes: int) -> dict[int, Any]:
+    def _collective(
+        self, kind: str, value: Any, num_bytes: int, *, through_horovod: bool = False
+    ) -> dict[int, Any]:
         key = ("collectives in order", self._num_collectives)
         self._num_collectives += 1
-        meeting = self._exchange.meet(self.rank, key, kind, value, num_bytes)
+        meeting = self._exchange.meet(self.rank, key, kind, value, num_bytes, through_horovod=through_horovod)
         self._exchange.wait(self.rank, meeting)
         return meeting.values
 
@@ -205,7 +219,7 @@ class _Handle:
         self,
         communicator: SimulatedCommunicator,
         name: str,
-        meeting: _Meeting,
+        meeting: Meeting,
         buffer: torch.Tensor,
         out: torch.Tensor | None,
     ) -> None:
@@ -255,87 +269,3 @@ class _Handle:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of `tensor`, so that NaN equals itself."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-class _Meeting:
-    """One collective operation: who has entered with what, and who has seen its end."""
-
-    def __init__(self, kind: str, size: int) -> None:
-        self.kind, self.size = kind, size
-        self.values: dict[int, Any] = {}
-        self.seen_by: set[int] = set()
-        self.waiting: set[int] = set()
-        self.on_seen: dict[int, Callable[[], None]] = {}
-        self._mean: torch.Tensor | None = None
-
-    def mean(self) -> torch.Tensor:
-        """Of the tensors of all ranks, summed in rank order in their own dtype."""
-        if self._mean is None:
-            total = self.values[0].clone()
-            for rank in range(1, self.size):
-                total += self.values[rank]
-            self._mean = total.div_(self.size)
-        return self._mean
-
-    def describe(self) -> str:
-        missing = [rank for rank in range(self.size) if rank not in self.values]
-        return f"{self.kind}: " + (f"not entered by ranks {missing}" if missing else "under way")
-
-
-class _Exchange:
-    """Where the ranks of one run meet."""
-
-    def __init__(self, cluster: SimulatedCluster) -> None:
-        self.cluster = cluster
-        self.scheduler = Scheduler(cluster.num_ranks, cluster.seed)
-        self._meetings: dict[tuple[str, int], _Meeting] = {}
-        self._num_ends_to_come = 0
-        self._num_idle_polls = 0
-
-    def meet(self, rank: int, key: tuple[str, int], kind: str, value: Any, num_bytes: int) -> _Meeting:
-        """Enters `rank` with `value`; the last to enter starts the operation. Never switches."""
-        scheduler, size = self.scheduler, self.cluster.num_ranks
-        scheduler.running_rank()
-        self._num_idle_polls = 0
-        meeting = self._meetings.setdefault(key, _Meeting(kind, size))
-        if meeting.kind != kind:
-            other = min(meeting.values)
-            raise ValueError(
-                f"rank {rank} calls {kind}, but rank {other} calls {meeting.kind}: they must agree"
-            )
-        meeting.values[rank] = value
-        if len(meeting.values) == size:
-            del self._meetings[key]
-            seconds, shared = self.cluster.average_seconds(num_bytes, size), scheduler.random.expovariate(1.0)
-            for each in range(size):
-                delays = shared + scheduler.random.expovariate(1.0)
-                end_seconds = scheduler.now + seconds * (1.0 + self.cluster.jitter * delays)
-                scheduler.at(end_seconds, partial(self._show_end, meeting, each))
-            self._num_ends_to_come += size
-        return meeting
-
-    def put_delay_seconds(self, num_bytes: int) -> float:
-        jitter = self.cluster.jitter * self.scheduler.random.expovariate(1.0)
-        return self.cluster.put_seconds(num_bytes, self.cluster.num_ranks) * (1.0 + jitter)
-
-    def wait(self, rank: int, meeting: _Meeting) -> None:
-        if rank not in meeting.seen_by:
-            meeting.waiting.add(rank)
-            self.scheduler.wait(meeting.describe)
-
-    def poll(self, rank: int, seconds: float) -> None:
-        """Lets the others proceed before the answer of a `done()`."""
-        self._num_idle_polls += 1
-        if self._num_idle_polls > _MAX_IDLE_POLLS and self._num_ends_to_come == 0:
-            others = self.scheduler.describe_waiting() or "all others have ended or poll, too"
-            raise Deadlock(f"rank {rank} polls done() of an average that cannot end; {others}")
-        self.scheduler.sleep(seconds)
-
-    def _show_end(self, meeting: _Meeting, rank: int) -> None:
-        self._num_ends_to_come -= 1
-        self._num_idle_polls = 0
-        meeting.seen_by.add(rank)
-        if (receive := meeting.on_seen.pop(rank, None)) is not None:
-            receive()
-        if rank in meeting.waiting:
-            self.scheduler.wake(rank)

@@ -1,7 +1,7 @@
 """The simulated cluster's mailbox: one-sided puts in virtual time, as adversarial as MPI allows them to be.
 
 Owns when bytes and counters of a message appear at its receiver, and the detection of misuse that real windows cannot
-see. Does not own the protocol (`mailbox.py`) or how long a put takes (`delay_seconds` is given).
+see. Does not own the protocol (`mailbox.py`) or how long a put takes (`simulated_transport.py`).
 
 Nothing orders two messages, nor a message and a counter of another one; a slot holds part of a message and garbage from
 the moment of its put until just before its counter changes. Only the counter that two grants share takes them in
@@ -21,9 +21,6 @@ from pushreduce.communication.mailbox import Apply, Bytes, Mailbox, Message
 from pushreduce.communication.topology import Topology
 from pushreduce.communication.virtual_time import Scheduler
 
-_NUM_BUFFERS = 2
-"""Messages that can be under way before `outgoing` waits."""
-_COUNTER_BYTES = 8
 _GARBAGE = 0xFF  # NaN in every floating type
 
 
@@ -35,7 +32,7 @@ class SimulatedMailbox(Mailbox):
     is in flight at `free`.
 
     Args:
-        delay_seconds: bytes -> seconds that a put of them takes, drawn anew at every call.
+        put, put_counter: as `Transport`'s.
         barrier: the communicator's.
     """
 
@@ -47,7 +44,8 @@ class SimulatedMailbox(Mailbox):
         num_payload_bytes: int,
         num_slot_rounds: int,
         scheduler: Scheduler,
-        delay_seconds: Callable[[int], float],
+        put: Callable[[int, int, int, Callable[[], None]], None],
+        put_counter: Callable[[int, int, Callable[[], None]], None],
         barrier: Callable[[], None],
     ) -> None:
         super().__init__(
@@ -57,7 +55,8 @@ class SimulatedMailbox(Mailbox):
             num_slot_rounds=num_slot_rounds,
             wait_until=scheduler.wait_until,
         )
-        self._scheduler, self._delay_seconds, self._barrier = scheduler, delay_seconds, barrier
+        self._scheduler, self._barrier = scheduler, barrier
+        self._transport_put, self._transport_counter = put, put_counter
         self._mailboxes: Mapping[int, SimulatedMailbox] = {}
         shape = (num_slot_rounds, self.num_places)
         self._slots = np.full((*shape, self.num_message_bytes), _GARBAGE, np.uint8)
@@ -70,7 +69,10 @@ class SimulatedMailbox(Mailbox):
         self._applied = np.full(shape, -1)  # the last round whose payload was handed out
         self._grants_under_way: defaultdict[tuple[int, int], deque[int]] = defaultdict(deque)
         self._skips: list[tuple[int, int, tuple[int, int]]] = []  # (round, to, slot), not granted yet
-        self._buffers: list[Bytes] = [np.zeros(self.num_message_bytes, np.uint8) for _ in range(_NUM_BUFFERS)]
+        # As many messages can be under way as on real ranks before `outgoing` waits.
+        self._buffers: list[Bytes] = [
+            np.zeros(self.num_message_bytes, np.uint8) for _ in range(num_slot_rounds)
+        ]
 
     def connect(self, mailboxes: Mapping[int, SimulatedMailbox]) -> None:
         """Makes the mailboxes of all ranks, by rank, known to this one."""
@@ -90,8 +92,8 @@ class SimulatedMailbox(Mailbox):
             memory = self._mailboxes[to]._slot_memory(*slot)
             seen_early = self._scheduler.random.randrange(self.num_message_bytes + 1)
             memory[:seen_early], memory[seen_early:] = buffer[:seen_early], _GARBAGE
-            action = partial(self._land, buffer, lent, under_way, round_number, to, slot)
-            self._scheduler.at(self._scheduler.now + self._delay_seconds(self.num_message_bytes), action)
+            land = partial(self._land, buffer, lent, under_way, round_number, to, slot)
+            self._transport_put(self.rank, to, self.num_message_bytes, land)
         if not slots:
             self._buffers.append(buffer)
 
@@ -143,7 +145,7 @@ class SimulatedMailbox(Mailbox):
             self._mailboxes[to]._arrived[slot] = value
             self._mailboxes[to]._counters_changed = True
 
-        self._scheduler.at(self._scheduler.now + self._delay_seconds(_COUNTER_BYTES), arrive)
+        self._transport_counter(self.rank, to, arrive)
 
     # -- receiving -------------------------------------------------------------------------------------------------
 
@@ -178,7 +180,7 @@ class SimulatedMailbox(Mailbox):
             sender._granted[self.rank, s] = self._grants_under_way[to, s].popleft()
             sender._publish_granted_skips()
 
-        self._scheduler.at(self._scheduler.now + self._delay_seconds(_COUNTER_BYTES), arrive)
+        self._transport_counter(self.rank, to, arrive)
 
     def _read_arrived(self) -> NDArray[np.int64]:
         return self._arrived
