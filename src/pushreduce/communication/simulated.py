@@ -141,14 +141,17 @@ class SimulatedCommunicator(Communicator):
         self._num_uses[name] += 1
         kind = f"average {name!r} (use {use}) of {tuple(buffer.shape)} {buffer.dtype}"
         sent = buffer.detach().clone()
-        meeting = self._exchange.meet(self.rank, (name, use), kind, sent, buffer.nbytes, through_horovod=True)
+        horovod_kind = f"average of {buffer.dtype}"
+        meeting = self._exchange.meet(
+            self.rank, (name, use), kind, sent, buffer.nbytes, horovod_kind=horovod_kind
+        )
         handle = self._outstanding[name] = _Handle(self, name, meeting, buffer.detach(), out)
         return handle
 
     def broadcast(self, buffer: torch.Tensor, name: str, root: int = 0) -> None:
         kind = f"broadcast {name!r} from rank {root} of {tuple(buffer.shape)} {buffer.dtype}"
         sent = buffer.detach().clone() if self.rank == root else None
-        values = self._collective(kind, sent, buffer.nbytes, through_horovod=True)
+        values = self._collective(kind, sent, buffer.nbytes, horovod_kind=kind)
         if self.rank != root:
             buffer.detach().copy_(values[root])
 
@@ -190,11 +193,11 @@ class SimulatedCommunicator(Communicator):
         self._exchange.scheduler.end_run(Aborted(self.rank, message, exit_code))
 
     def _collective(
-        self, kind: str, value: Any, num_bytes: int, *, through_horovod: bool = False
+        self, kind: str, value: Any, num_bytes: int, *, horovod_kind: str | None = None
     ) -> dict[int, Any]:
         key = ("collectives in order", self._num_collectives)
         self._num_collectives += 1
-        meeting = self._exchange.meet(self.rank, key, kind, value, num_bytes, through_horovod=through_horovod)
+        meeting = self._exchange.meet(self.rank, key, kind, value, num_bytes, horovod_kind=horovod_kind)
         self._exchange.wait(self.rank, meeting)
         return meeting.values
 

@@ -63,7 +63,7 @@ class Exchange:
         value: Any,
         num_bytes: int,
         *,
-        through_horovod: bool,
+        horovod_kind: str | None,
     ) -> Meeting:
         """Enters `rank` with `value`; the last to enter starts the operation. Never switches."""
         size = len(self.members)
@@ -80,9 +80,7 @@ class Exchange:
             del self._meetings[key]
             self._num_ends_to_come += size
             show_end = partial(self._show_end, meeting)
-            self._transport.collective(
-                self.members, num_bytes, through_horovod=through_horovod, show_end=show_end
-            )
+            self._transport.collective(self.members, num_bytes, horovod_kind=horovod_kind, show_end=show_end)
         return meeting
 
     def put(self, source: int, target: int, num_bytes: int, on_arrival: Callable[[], None]) -> None:

@@ -23,7 +23,7 @@ class Transport(Protocol):
         members: Sequence[int],
         num_bytes: int,
         *,
-        through_horovod: bool,
+        horovod_kind: str | None,
         show_end: Callable[[int], None],
     ) -> None:
         """A collective operation that its last rank has just entered.
@@ -31,7 +31,8 @@ class Transport(Protocol):
         Args:
             members: the ranks that take part.
             num_bytes: of each rank's buffer.
-            through_horovod: averages and broadcasts; barriers and small objects go past it.
+            horovod_kind: what it is to Horovod, which does one operation at a time, but sends averages of one kind that
+                are ready together as one. None: a barrier or an exchange of small objects, which go past it.
             show_end: to be called once with each index into `members`, when that rank can see the end.
         """
 
@@ -61,7 +62,7 @@ class JitteryTransport:
         members: Sequence[int],
         num_bytes: int,
         *,
-        through_horovod: bool,
+        horovod_kind: str | None,
         show_end: Callable[[int], None],
     ) -> None:
         scheduler, size = self._scheduler, len(members)
