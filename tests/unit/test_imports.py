@@ -47,6 +47,17 @@ def test_mpi_and_horovod_are_imported_in_three_modules_only(path: Path) -> None:
         assert not within(imported_by(path), "mpi4py", "horovod")
 
 
+@pytest.mark.parametrize("path", sorted((PACKAGE / "communication").glob("*.py")), ids=relative)
+def test_communication_knows_neither_who_uses_it_nor_its_models(path: Path) -> None:
+    rooms = (f"pushreduce.{room}" for room in ("algorithms", "training", "simulation", "workloads"))
+    assert not within(imported_by(path), *rooms)
+
+
+@pytest.mark.parametrize("name", ["network", "event_queue", "cluster_model", "collectives"])
+def test_times_are_simulated_without_torch(name: str) -> None:
+    assert not within(imported_by(PACKAGE / "simulation" / f"{name}.py"), "torch", "greenlet")
+
+
 @pytest.mark.parametrize("path", sorted((PACKAGE / "algorithms").glob("*.py")), ids=relative)
 def test_algorithms_know_neither_cluster_nor_clock(path: Path) -> None:
     implementations = (

@@ -16,14 +16,14 @@ from pushreduce.simulation.network import Network
 
 @dataclass(frozen=True)
 class Message:
-    """Sent from host to host once all that it waits for has arrived, but not before `start_seconds`."""
+    """Sent from host to host, `delay_seconds` after the last message that it waits for has arrived."""
 
     source: int
     target: int
     num_bytes: float
-    start_seconds: float = 0.0
+    delay_seconds: float = 0.0
     waits_for: tuple[int, ...] = ()
-    """Positions in the pattern of messages, all before this one's."""
+    """Positions in the pattern of messages; none: for the beginning."""
 
 
 def ring_allreduce(host_of_rank: Sequence[int], num_bytes: float) -> list[Message]:
@@ -76,7 +76,7 @@ def arrival_seconds(
         network.transfer(message.source, message.target, message.num_bytes, partial(arrive, index))
 
     def schedule(index: int) -> None:
-        queue.at(max(queue.now(), messages[index].start_seconds), partial(start, index))
+        queue.at(queue.now() + messages[index].delay_seconds, partial(start, index))
 
     def arrive(index: int) -> None:
         arrivals[index] = queue.now()

@@ -16,6 +16,8 @@ from functools import partial
 
 _TOLERANCE = 1e-9
 """Relative difference below which two rates count as equal."""
+_OPEN = -1.0
+"""In place of a rate that is yet to be found."""
 
 
 class Network:
@@ -128,9 +130,9 @@ class Network:
         allocation is max-min fair where every flow has a bottleneck (a full link on which none has more), and only
         there, the result is that of computing all of them.
         """
-        rates: dict[_Flow, float] = dict.fromkeys((flow for link in links for flow in link.flows), 0.0)
+        rates: dict[_Flow, float] = dict.fromkeys((flow for link in links for flow in link.flows), _OPEN)
         while unfair := _fill(rates):
-            rates.update(dict.fromkeys(unfair, 0.0))
+            rates.update(dict.fromkeys(unfair, _OPEN))
         for flow, rate in rates.items():
             if rate != flow.bits_per_second:
                 flow.set_rate(rate, now)
@@ -141,11 +143,18 @@ class Network:
 class _Link:
     """One direction of a host's link."""
 
-    __slots__ = ("bits_per_second", "flows")
+    __slots__ = ("bits_per_second", "flows", "free", "highest_kept", "num_open")
 
     def __init__(self, bits_per_second: float) -> None:
         self.bits_per_second = bits_per_second
         self.flows: dict[_Flow, None] = {}  # a set that keeps its order, so that runs repeat
+        # Of use only while rates are found:
+        self.num_open = 0
+        """Flows whose rates are yet to be found; 0 in between."""
+        self.free = 0.0
+        """Bits a second that are not yet given away."""
+        self.highest_kept = 0.0
+        """Of the flows that keep their rates."""
 
 
 class _Flow:
@@ -184,39 +193,39 @@ def _fill(rates: dict[_Flow, float]) -> list[_Flow]:
     Returns:
         Flows not in `rates` whose rates cannot stay as they are; none where all rates are max-min fair.
     """
-    num_open: dict[_Link, int] = {}
-    free: dict[_Link, float] = {}  # bits a second that are not yet given away
-    highest_kept: dict[_Link, float] = {}
+    links: list[_Link] = []
     for flow in rates:
+        rates[flow] = _OPEN
         for link in (flow.up, flow.down):
-            if link in num_open:
-                num_open[link] += 1
-                continue
-            num_open[link] = 1
-            kept = [other.bits_per_second for other in link.flows if other not in rates]
-            free[link] = max(0.0, link.bits_per_second - sum(kept))
-            highest_kept[link] = max(kept, default=0.0)
+            if not link.num_open:
+                links.append(link)
+                link.free, link.highest_kept = link.bits_per_second, 0.0
+                if len(link.flows) > 1:
+                    for other in link.flows:
+                        if other not in rates:
+                            link.free -= other.bits_per_second
+                            link.highest_kept = max(link.highest_kept, other.bits_per_second)
+            link.num_open += 1
     unfair: dict[_Flow, None] = {}
-    links = list(num_open)
-    still_open = set(rates)
-    while still_open:
-        share, bottleneck = math.inf, None
+    num_open = len(rates)
+    while num_open:
+        share = math.inf
         for link in links:
-            if (count := num_open[link]) and free[link] / count < share:
-                share, bottleneck = free[link] / count, link
-        assert bottleneck is not None
-        too_high = highest_kept[bottleneck] > share * (1 + _TOLERANCE)
+            if link.num_open and link.free < share * link.num_open:
+                share, bottleneck = max(0.0, link.free) / link.num_open, link
+        highest_fair = share * (1 + _TOLERANCE)
         for flow in bottleneck.flows:
-            if flow in still_open:
-                still_open.remove(flow)
+            rate = rates.get(flow)
+            if rate == _OPEN:
+                num_open -= 1
                 rates[flow] = share
                 for link in (flow.up, flow.down):
-                    num_open[link] -= 1
-                    free[link] = max(0.0, free[link] - share)
-            elif too_high and flow not in rates and flow.bits_per_second > share * (1 + _TOLERANCE):
+                    link.num_open -= 1
+                    link.free -= share
+            elif rate is None and flow.bits_per_second > highest_fair:
                 unfair[flow] = None
     for link in links:
-        if highest_kept[link]:
+        if link.highest_kept:
             for flow in link.flows:
                 if flow not in rates and not _has_bottleneck(flow, rates):
                     unfair[flow] = None
