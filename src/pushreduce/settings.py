@@ -62,7 +62,7 @@ class DataSettings:
     download: bool = False
     """Fetch fashion-mnist or cifar10 from the internet if it is not in data_dir."""
     model: str = "cnn"
-    """cnn (about 260 thousand parameters), resnet18-cifar, or the name of any torchvision classifier."""
+    """mlp (51 thousand parameters), cnn (260 thousand), resnet18-cifar, or the name of any torchvision classifier."""
     batch_size_per_rank: int | None = None
     """Samples of one backward pass on one rank; default: the smaller of 32 and the smallest shard."""
     shards: Literal["iid", "dirichlet"] = "iid"

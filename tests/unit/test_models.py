@@ -25,6 +25,11 @@ def test_cnn_has_about_260_thousand_parameters_on_fashion_mnist() -> None:
     assert num_parameters(build_model("cnn", (1, 28, 28), 10)) == 260_602
 
 
+def test_mlp_takes_any_image() -> None:
+    assert build_model("mlp", (3, 5, 7), 4)(torch.zeros(2, 3, 5, 7)).shape == (2, 4)
+    assert num_parameters(build_model("mlp", (1, 28, 28), 10)) == 50_890
+
+
 def test_cnn_refuses_smaller_images() -> None:
     with pytest.raises(ValueError, match="8x8 or more, not 7x9"):
         build_model("cnn", (1, 7, 9), 10)
