@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pushreduce.settings import DataSettings
 from pushreduce.workloads.base import Batch, Workload
 from pushreduce.workloads.batches import TrainBatches
 
-__all__ = ["Batch", "TrainBatches", "Workload", "build_workload"]
+__all__ = ["Batch", "TrainBatches", "Workload", "build_workload", "workload_of_rank"]
 
 
 def build_workload(settings: DataSettings, *, seed: int, rank: int, size: int) -> Workload:
@@ -21,6 +23,17 @@ def build_workload(settings: DataSettings, *, seed: int, rank: int, size: int) -
         than
             ranks; an explicit batch larger than the smallest shard; shard settings that do not fit.
     """
-    from pushreduce.workloads.images import ImageClassification
+    return workload_of_rank(settings, seed=seed, size=size)(rank)
 
-    return ImageClassification(settings, seed=seed, rank=rank, size=size)
+
+def workload_of_rank(settings: DataSettings, *, seed: int, size: int) -> Callable[[int], Workload]:
+    """`build_workload` for several ranks of one process: the data set is opened, and its samples dealt, only once.
+
+    The data set stays in memory, whole, as long as what is returned does; a rank's workload holds its share only.
+
+    Raises:
+        ValueError: as `build_workload`.
+    """
+    from pushreduce.workloads.images import deal_images
+
+    return deal_images(settings, seed=seed, size=size)

@@ -6,7 +6,7 @@ The data sets themselves are in `image_arrays.py` (in memory), `image_files.py` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -36,28 +36,53 @@ _DATASETS: dict[str, Callable[[DataSettings, int], ImageDataset]] = {
 _LARGEST_DEFAULT_BATCH = 32
 
 
-class ImageClassification(Workload):
-    """One rank's shard of an image data set, and a classifier.
+def deal_images(settings: DataSettings, *, seed: int, size: int) -> Callable[[int], ImageClassification]:
+    """Opens the data set and deals it to `size` ranks; what is returned makes the workload of a rank.
 
     Raises:
         ValueError: with the remedy; see `build_workload`.
     """
+    models.check_model_name(settings.model)
+    dataset = _DATASETS[settings.dataset](settings, seed)
+    labels = dataset.train.labels
+    shard_sizes = partition.compute_shard_sizes(len(labels), size, settings.shard_proportions)
+    batch_size = _resolve_batch_size(settings.batch_size_per_rank, shard_sizes)
+    if settings.shards == "dirichlet":
+        shards = partition.deal_dirichlet(labels, shard_sizes, settings.dirichlet_alpha, seed)
+    else:
+        shards = partition.deal_iid(shard_sizes, seed)
+    return lambda rank: ImageClassification(settings, dataset, shards, batch_size, seed=seed, rank=rank)
 
-    def __init__(self, settings: DataSettings, *, seed: int, rank: int, size: int) -> None:
-        models.check_model_name(settings.model)
-        dataset = _DATASETS[settings.dataset](settings, seed)
-        labels = dataset.train.labels
+
+class ImageClassification(Workload):
+    """One rank's shard of an image data set, and a classifier.
+
+    Args:
+        settings: as they were given; the batch size may be open in them.
+        dataset: the whole; only this rank's share of it is kept.
+        shards: for every rank the numbers of its training samples, int64.
+        batch_size: of a rank.
+        seed: orders and augments the samples.
+        rank: whose shard.
+    """
+
+    def __init__(
+        self,
+        settings: DataSettings,
+        dataset: ImageDataset,
+        shards: Sequence[np.ndarray],
+        batch_size: int,
+        *,
+        seed: int,
+        rank: int,
+    ) -> None:
         self.name = settings.dataset
-        self.num_train_samples = len(labels)
+        self.num_train_samples = len(dataset.train)
         self.num_validation_samples = len(dataset.validation)
-        self.shard_sizes = partition.compute_shard_sizes(len(labels), size, settings.shard_proportions)
-        self.batch_size_per_rank = _resolve_batch_size(settings.batch_size_per_rank, self.shard_sizes)
-        if settings.shards == "dirichlet":
-            shards = partition.deal_dirichlet(labels, self.shard_sizes, settings.dirichlet_alpha, seed)
-        else:
-            shards = partition.deal_iid(self.shard_sizes, seed)
+        self.shard_sizes = [len(shard) for shard in shards]
+        self.batch_size_per_rank = batch_size
         self._train = dataset.train.select(shards[rank])
-        self._validation = dataset.validation.select(np.arange(rank, len(dataset.validation), size))
+        self._validation = dataset.validation.select(np.arange(rank, len(dataset.validation), len(shards)))
         self._model = settings.model
         self._image_shape = dataset.image_shape
         self._class_names = dataset.class_names
