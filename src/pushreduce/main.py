@@ -1,15 +1,17 @@
 """The entry point of a training process: from the command line to the exit code.
 
-Owns the order of set-up and the way out: exit code 0 when the run reached its end, 2 for bad input (one line, on all
-ranks), 128 + the signal's number after a signal (checkpoint saved), 1 with a traceback for anything unforeseen.
+Owns the order of set-up (`run_rank`, which `simulate.py` shares) and the way out: exit code 0 when the run reached its
+end, 2 for bad input (one line, on all ranks), 128 + the signal's number after a signal (checkpoint saved), 1 with a
+traceback for anything unforeseen.
 """
 
 from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pushreduce import command_line
 from pushreduce.communication import startup
@@ -44,11 +46,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def _run(settings: Settings, communicator: Communicator) -> int:
     from pushreduce.communication.environment import describe_environment
-    from pushreduce.training import console
-    from pushreduce.training.agreement import agree, agree_with_root, build_on_all
-    from pushreduce.training.loop import TrainingLoop
-    from pushreduce.training.model import initial_model, refuse_batch_of_one
-    from pushreduce.training.run_directory import RunDirectory
+    from pushreduce.training.agreement import build_on_all
+    from pushreduce.training.console import launcher_command
 
     _refuse_differing_settings(settings, communicator)
     device = _device(settings, communicator)
@@ -56,24 +55,80 @@ def _run(settings: Settings, communicator: Communicator) -> int:
     if settings.evaluate is not None:
         _evaluate_file(settings, communicator, workload, device)
         return 0
-    stop_signal = startup.install_signal_flag(settings.training.grace_seconds)
+    return run_rank(
+        settings,
+        communicator,
+        workload,
+        device,
+        stop_signal=startup.install_signal_flag(settings.training.grace_seconds),
+        environment=describe_environment(communicator.size),
+        start_command=launcher_command(communicator),
+    )
+
+
+def run_rank(
+    settings: Settings,
+    communicator: Communicator,
+    workload: Workload,
+    device: torch.device,
+    *,
+    stop_signal: Callable[[], int | None],
+    environment: dict[str, Any],
+    start_command: str,
+    in_own_process: bool = True,
+    recorded_ranks: Sequence[int] | None = None,
+    facts: Callable[[], dict[str, Any]] = dict,
+) -> int:
+    """Trains on one rank, from the model on; its exit code. Collective, the same settings on all ranks.
+
+    Args:
+        stop_signal: the number of a signal that asks for a stop, or None.
+        environment: of this rank, as from `describe_environment`.
+        start_command: what a person would type before the options, to go on with the run.
+        in_own_process: False where all ranks share one, of which rank 0 then opens the log.
+        recorded_ranks: whose metrics are kept, rank 0's among them; default: those of all.
+        facts: further entries of the summary, asked for at the end.
+
+    Raises:
+        AgreedError: bad input, on all ranks alike.
+    """
+    from pushreduce.training import console
+    from pushreduce.training.agreement import agree, agree_with_root, build_on_all
+    from pushreduce.training.loop import TrainingLoop
+    from pushreduce.training.model import initial_model, refuse_batch_of_one
+    from pushreduce.training.run_directory import RunDirectory
+
     model = build_on_all(communicator, lambda: initial_model(settings, workload, device))
     agree(communicator, lambda: refuse_batch_of_one(model, workload))
     batch_size = workload.batch_size_per_rank
     settings = replace(settings, data=replace(settings.data, batch_size_per_rank=batch_size))
     run_directory = build_on_all(communicator, lambda: RunDirectory.create(settings, communicator))
-    build_on_all(communicator, lambda: console.open_log(run_directory, communicator))
+    if in_own_process:
+        build_on_all(communicator, lambda: console.open_log(run_directory, communicator))
+    else:
+        agree_with_root(communicator, lambda: console.open_log(run_directory, communicator))
     loop = build_on_all(
         communicator,
-        lambda: TrainingLoop(settings, communicator, workload, model, run_directory, device, stop_signal),
+        lambda: TrainingLoop(
+            settings, communicator, workload, model, run_directory, device, stop_signal, recorded_ranks
+        ),
     )
-    environment = communicator.allgather(describe_environment(communicator.size))
-    agree_with_root(communicator, lambda: console.announce(settings, loop, environment))
+    environments = communicator.allgather(environment)
+    agree_with_root(communicator, lambda: console.announce(settings, loop, environments))
     ended = loop.run()
     num_skipped = sum(communicator.allgather(workload.num_skipped))
     agree_with_root(
         communicator,
-        lambda: console.conclude(settings, loop, environment[0], num_skipped=num_skipped, ended=ended),
+        lambda: console.conclude(
+            settings,
+            loop,
+            ended=ended,
+            start_command=start_command,
+            num_skipped_files=num_skipped,
+            commit=environment["commit"],
+            time_stretch=environment["time_stretch"],
+            **facts(),
+        ),
     )
     return 0 if ended else 128 + (stop_signal() or signal.SIGTERM)
 

@@ -21,18 +21,32 @@ _TRANSPORT = tuple(
 
 def describe_environment(num_ranks: int) -> dict[str, Any]:
     """This rank's part of `environment.json`: commit, versions, host, settings. After `startup.start`."""
+    ring = "MPIR_CVAR_COLL_SELECTION_TUNING_JSON_FILE" in startup.settings_made
+    return {
+        **describe_process(num_ranks),
+        "horovod": version("horovod"),
+        "mpi4py": version("mpi4py"),
+        "mpi_library": startup.mpi_library(),
+        "all_reduce": f"ring from {mpi_settings.RING_THRESHOLD_BYTES} bytes" if ring else "the MPI's default",
+        "settings_made": dict(startup.settings_made),
+        "settings_of_user": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_SETTINGS) and name not in startup.settings_made
+        },
+    }
+
+
+def describe_process(num_ranks: int) -> dict[str, Any]:
+    """The part of it that neither MPI nor Horovod has to do with."""
     import torch
 
     host = emulated_host.this_host()
-    ring = "MPIR_CVAR_COLL_SELECTION_TUNING_JSON_FILE" in startup.settings_made
     return {
         "commit": find_commit(),
         "command": sys.argv,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "horovod": version("horovod"),
-        "mpi4py": version("mpi4py"),
-        "mpi_library": startup.mpi_library(),
         "platform": platform.platform(),
         "num_ranks": num_ranks,
         "host": {
@@ -43,13 +57,6 @@ def describe_environment(num_ranks: int) -> dict[str, Any]:
         },
         "time_stretch": host.time_stretch,
         "torch_threads_per_rank": torch.get_num_threads(),
-        "all_reduce": f"ring from {mpi_settings.RING_THRESHOLD_BYTES} bytes" if ring else "the MPI's default",
-        "settings_made": dict(startup.settings_made),
-        "settings_of_user": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(_SETTINGS) and name not in startup.settings_made
-        },
     }
 
 

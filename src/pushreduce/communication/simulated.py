@@ -189,7 +189,7 @@ class SimulatedCommunicator(Communicator):
 
     def abort(self, message: str, exit_code: int = 1) -> NoReturn:
         """Ends the run, which raises `Aborted`; no rank can catch it."""
-        print(f"rank {self.rank}: {message}", file=sys.stderr)
+        print(message, file=sys.stderr)
         self._exchange.scheduler.end_run(Aborted(self.rank, message, exit_code))
 
     def _collective(

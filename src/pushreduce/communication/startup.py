@@ -187,17 +187,23 @@ def install_exception_hook() -> None:
     threading.excepthook = end_thread
 
 
-def install_signal_flag(grace_seconds: float) -> Callable[[], int | None]:
+def _abort_as_rank(message: str, exit_code: int) -> NoReturn:
+    abort(f"rank {rank_without_horovod()}: {message}", exit_code)
+
+
+def install_signal_flag(
+    grace_seconds: float, abort_job: Callable[[str, int], object] = _abort_as_rank
+) -> Callable[[], int | None]:
     """SIGTERM, SIGUSR1 and SIGINT set a flag from now on; returns its reader: the first's number, or None.
 
     SIGUSR1, because Open MPI's mpirun passes it on without killing (`scripts/launch` makes use of that), and
     Slurm is often told to send it. Where the process has not ended `grace_seconds` after the first signal, or on a
-    second SIGINT, the job is aborted with exit code 128 + the signal's number.
+    second SIGINT, the job is aborted with exit code 128 + the signal's number, by `abort_job(message, exit code)`.
     """
     received: list[int] = []
 
     def give_up(number: int, why: str) -> None:
-        abort(f"rank {rank_without_horovod()}: {why}; the newest complete checkpoint is intact", 128 + number)
+        abort_job(f"{why}; the newest complete checkpoint is intact", 128 + number)
 
     def note(number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT and signal.SIGINT in received:

@@ -118,38 +118,36 @@ def write_environment(run_directory: RunDirectory, by_rank: list[dict[str, Any]]
 
 
 def conclude(
-    settings: Settings, loop: TrainingLoop, environment: dict[str, Any], *, num_skipped: int, ended: bool
+    settings: Settings, loop: TrainingLoop, *, ended: bool, start_command: str, **facts: Any
 ) -> None:
     """Summary, curves and what to do next. On rank 0.
 
     Args:
-        environment: of rank 0, as from `describe_environment`.
-        num_skipped: corrupt files that all ranks have skipped since this process started.
         ended: whether the run reached its end.
+        start_command: what a person would type before the options, to go on with the run.
+        facts: further entries of the summary, `commit` (of the program) and `num_skipped_files` (corrupt ones, that all
+            ranks have skipped since this process started) among them.
     """
     num_ranks = loop.communicator.size
     directory = loop.run_directory
     summary = summarise(
         read_records(directory.metrics(0)),
-        [read_records(directory.metrics(rank)) for rank in range(1, num_ranks)],
+        [read_records(directory.metrics(rank)) for rank in loop.recorded_ranks if rank > 0],
         algorithm=settings.algorithm,
         dataset=settings.data.dataset,
         model=settings.data.model,
         num_ranks=num_ranks,
         num_workers=num_ranks,
         seed=settings.seed,
-        num_skipped_files=num_skipped,
-        commit=environment["commit"],
-        time_stretch=environment["time_stretch"],
+        **facts,
     )
-    if num_skipped:
-        logger.warning("skipped %d corrupt image files", num_skipped)
+    if facts["num_skipped_files"]:
+        logger.warning("skipped %d corrupt image files", facts["num_skipped_files"])
     assert loop.view is not None
     loop.view.close(summary)
+    resume = f"{start_command} {resume_options(loop)}"
     if not ended:
-        logger.info(
-            "stopped before the end; the checkpoint is complete. To go on:\n  %s", resume_command(loop)
-        )
+        logger.info("stopped before the end; the checkpoint is complete. To go on:\n  %s", resume)
         return
     write_summary(directory.summary_json, summary)
     draw_curves([directory.path], directory.curves_png)
@@ -157,16 +155,21 @@ def conclude(
     logger.info("model        %s", directory.model_pt)
     logger.info("curves       %s", directory.curves_png)
     logger.info("tensorboard --logdir %s", shlex.quote(str(directory.path)))
-    logger.info("to train it for longer:\n  %s --epochs N", resume_command(loop))
+    logger.info("to train it for longer:\n  %s --epochs N", resume)
 
 
-def resume_command(loop: TrainingLoop) -> str:
-    """The command that goes on with the run from its newest checkpoint."""
-    options = f"--run-dir {shlex.quote(str(loop.run_directory.path))} --resume"
-    if loop.settings.trace:
-        options += " --no-trace"  # a trace cannot go on
-    size, local_size = loop.communicator.size, loop.communicator.local_size
+def launcher_command(communicator: Communicator) -> str:
+    """What a person types before the options, to start this program on as many ranks."""
+    size, local_size = communicator.size, communicator.local_size
     launcher = f"mpirun -np {size} " if size > 1 else ""
     if local_size < size:  # how the hosts were given is known to the launcher only
         launcher = f"scripts/launch -np {size} --hostfile FILE "
-    return f"{launcher}python {shlex.quote(sys.argv[0])} {options}"
+    return f"{launcher}python {shlex.quote(sys.argv[0])}"
+
+
+def resume_options(loop: TrainingLoop) -> str:
+    """The options that go on with the run from its newest checkpoint."""
+    options = f"--run-dir {shlex.quote(str(loop.run_directory.path))} --resume"
+    if loop.settings.trace:
+        options += " --no-trace"  # a trace cannot go on
+    return options

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NoReturn
@@ -49,6 +49,7 @@ class TrainingLoop:
         run_directory: where everything is written.
         device: where the model lives.
         stop_signal: what asks for a stop, or None.
+        recorded_ranks: whose metrics are kept; default: those of all.
 
     Raises:
         ValueError: settings that do not fit the data or the checkpoint; on all ranks alike.
@@ -63,6 +64,7 @@ class TrainingLoop:
         run_directory: RunDirectory,
         device: torch.device,
         stop_signal: Callable[[], int | None] = lambda: None,
+        recorded_ranks: Sequence[int] | None = None,
     ) -> None:
         self.settings = settings
         self.communicator = communicator
@@ -72,6 +74,7 @@ class TrainingLoop:
         self.device, self.dtype = device, next(model.parameters()).dtype
         self.view: RunView | None = None  # what rank 0 shows while the run goes on
         self.stop_signal = stop_signal
+        self.recorded_ranks = range(communicator.size) if recorded_ranks is None else recorded_ranks
 
         self.model = model
         self.optimizer = build_optimizer(settings.optimizer, model)
@@ -108,7 +111,7 @@ class TrainingLoop:
         self.newest_checkpoint: Path | None = None
         self.resumed_from_samples = run_state.restore(self) if settings.resume else 0
         self.record = MetricsRecord(
-            run_directory.metrics(communicator.rank),
+            run_directory.metrics(communicator.rank) if communicator.rank in self.recorded_ranks else None,
             keep_until_step=self.num_steps if settings.resume else None,
         )
         if self.trace:

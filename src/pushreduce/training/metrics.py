@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from pushreduce.training.atomic_file import atomic_file
 
@@ -29,7 +29,7 @@ class MetricsRecord:
     steps are recorded, and at every evaluation, `flush()` and `close()`.
 
     Args:
-        path: the file, normally `<run>/metrics.rank<N>.jsonl`.
+        path: the file, normally `<run>/metrics.rank<N>.jsonl`; None: nothing is kept.
         keep_until_step: None: a new file. Otherwise the run goes on from a checkpoint of that step: what an
             earlier process recorded beyond it, and a line torn by its death, is dropped first (in one
             rename); a file that is missing (more ranks than before) begins empty.
@@ -39,8 +39,11 @@ class MetricsRecord:
         ValueError: the file to go on with is damaged elsewhere than in its last line.
     """
 
-    def __init__(self, path: Path, *, keep_until_step: int | None = None) -> None:
-        if keep_until_step is None:
+    def __init__(self, path: Path | None, *, keep_until_step: int | None = None) -> None:
+        self._file: TextIO | None = None
+        if path is None:
+            pass
+        elif keep_until_step is None:
             self._file = path.open("x", encoding="ascii")
         else:
             _keep_until(path, keep_until_step)
@@ -149,7 +152,7 @@ class MetricsRecord:
 
     def flush(self) -> None:
         """Hands all lines to the operating system; call it before a checkpoint that a run may go on from."""
-        if self._pending:
+        if self._file is not None and self._pending:
             self._file.write("".join(f"{_encode(record)}\n" for record in self._pending))
             self._file.flush()
             self._pending.clear()
@@ -157,14 +160,15 @@ class MetricsRecord:
 
     def close(self) -> None:
         """Flushes and closes; may be called again."""
-        if not self._file.closed:
+        if self._file is not None and not self._file.closed:
             self.flush()
             self._file.close()
 
     def _append(self, record: Record) -> Record:
         # JSON has no NaN and no infinity.
         record = {key: _finite(value) for key, value in record.items()}
-        self._pending.append(record)
+        if self._file is not None:
+            self._pending.append(record)
         return record
 
 

@@ -75,12 +75,13 @@ def restore(loop: TrainingLoop) -> int:
         _restore_own(loop, loaded.own_state)
     else:
         assert loaded.consensus_state is not None
-        logger.warning(
-            "%s is of %d ranks: all %d begin at its consensus model, with new optimizer state",
-            loaded.path,
-            facts["num_ranks"],
-            loop.communicator.size,
-        )
+        if loop.communicator.rank == 0:
+            logger.warning(
+                "%s is of %d ranks: all %d begin at its consensus model, with new optimizer state",
+                loaded.path,
+                facts["num_ranks"],
+                loop.communicator.size,
+            )
         loop.model.load_state_dict(loaded.consensus_state)
         loop.algorithm.begin_at(facts["samples"])
     return int(facts["samples"])

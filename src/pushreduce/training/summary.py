@@ -45,8 +45,8 @@ def summarise(
             they take the place of computed ones of the same name.
 
     Returns:
-        The facts, and samples, epochs, wall_seconds, steps_per_rank, top1_percent, validation_loss,
-        consensus_distance (of the last evaluation), images_per_second (of all ranks together), and for
+        The facts, and samples, epochs, wall_seconds, steps_per_rank (of the ranks given), top1_percent,
+        validation_loss, consensus_distance (of the last evaluation), images_per_second (of all ranks together), and for
         iteration and each of PHASES `<name>_ms_median` and `<name>_ms_mean`. None: too short a run.
     """
     ranks = [_Rank(records), *(_Rank(other) for other in other_ranks)]
@@ -136,6 +136,7 @@ _ROWS = (
     ("consensus_distance", "consensus distance", "{:.3g}"),
     ("epochs", "epochs", "{:.2f}"),
     ("wall_seconds", "wall clock", "{:.1f} s"),
+    ("simulation_seconds", "simulating it took", "{:.1f} s"),
     ("images_per_second", "throughput", "{:,.0f} images/s"),
 )
 
@@ -144,6 +145,8 @@ def print_summary(summary: Summary, stream: TextIO | None = None) -> None:
     """Prints the summary as a table (default: on standard output)."""
     stream = stream or sys.stdout
     rows = [(label, _format(form, summary.get(key))) for key, label, form in _ROWS if key in summary]
+    if summary.get("time") == "virtual":
+        rows = [(f"{label} (virtual)" if label == "wall clock" else label, cell) for label, cell in rows]
     width = max(len(label) for label, _ in rows)
     lines = ["", *(f"  {label:<{width}}  {value}" for label, value in rows)]
     lines += ["", f"  {'one iteration, ms':<{width}}  {'median':>9} {'mean':>9}"]
