@@ -14,7 +14,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -24,7 +23,7 @@ from pushreduce.communication import startup
 from pushreduce.settings import EmulationSettings, Settings, SettingsError
 
 if TYPE_CHECKING:
-    from pushreduce.communication.simulated import SimulatedCluster, SimulatedCommunicator
+    from pushreduce.communication.simulated import SimulatedCommunicator
     from pushreduce.simulation.cluster_model import ClusterModel
 
 MAX_RECORDED_RANKS = 16
@@ -158,6 +157,7 @@ def _run(settings: Settings, model: ClusterModel) -> int:
 
     from pushreduce.communication.environment import describe_process
     from pushreduce.main import run_rank
+    from pushreduce.simulation.cluster_transport import simulated_cluster
     from pushreduce.training.agreement import AgreedError
     from pushreduce.workloads import workload_of_rank
 
@@ -188,36 +188,12 @@ def _run(settings: Settings, model: ClusterModel) -> int:
             facts=lambda: {"time": "virtual", "simulation_seconds": time.monotonic() - start_seconds},
         )
 
-    return build_cluster(model, settings.seed).run(train)[0]
+    return simulated_cluster(model, seed=settings.seed).run(train)[0]
 
 
 def recorded_ranks(num_ranks: int) -> range:
     """The ranks whose metrics are kept."""
     return range(0, num_ranks, -(-num_ranks // MAX_RECORDED_RANKS))
-
-
-def build_cluster(model: ClusterModel, seed: int) -> SimulatedCluster:
-    """The cluster that `model` describes, in virtual time."""
-    from pushreduce.communication.simulated import SimulatedCluster
-
-    return SimulatedCluster(
-        model.num_ranks,
-        seed=seed,
-        ranks_per_host=model.ranks_per_host,
-        average_seconds=model.average_seconds,
-        put_seconds=_put_seconds(model),
-    )
-
-
-def _put_seconds(model: ClusterModel) -> Callable[[int, int], float]:
-    """Of a message alone on its links: concurrent ones do not slow each other down."""
-
-    def put_seconds(num_bytes: int, _size: int) -> float:
-        on_link = 8 * num_bytes / model.link_bits_per_second
-        copies = model.put_seconds_per_byte * num_bytes
-        return model.put_overhead_seconds + model.latency_seconds + on_link + copies
-
-    return put_seconds
 
 
 def _abort(message: str, exit_code: int) -> NoReturn:

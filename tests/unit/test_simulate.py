@@ -16,6 +16,7 @@ from pushreduce import simulate
 from pushreduce.communication import startup
 from pushreduce.settings import DataSettings
 from pushreduce.simulation.cluster_model import ClusterModel, save_cluster_model
+from pushreduce.simulation.cluster_transport import simulated_cluster
 from pushreduce.training.metrics import read_records
 from pushreduce.workloads import build_workload, images, workload_of_rank
 
@@ -54,7 +55,7 @@ def test_stopped_and_resumed_it_is_the_loop_on_a_simulated_cluster(
     settings, model = simulate._parse(
         ["--cluster", str(tmp_path / "cluster.yaml"), "--", *options, "--epochs", "2"]
     )
-    cluster = simulate.build_cluster(model, settings.seed)
+    cluster = simulated_cluster(model, seed=settings.seed)
     results = train(cluster, replace(settings, run_dir=str(tmp_path / "loop")))
     expected = torch.load(tmp_path / "loop" / "model.pt", weights_only=True)
     actual = torch.load(run / "model.pt", weights_only=True)
