@@ -52,11 +52,11 @@ def run(commands: str, cwd: Path) -> str:
 
 
 def test_the_readme_has_commands_and_an_example():
-    assert len(blocks("commands")) == 3
+    assert len(blocks("commands")) == 4
     assert len(blocks("script")) == 1
 
 
-@pytest.mark.parametrize("commands", blocks("commands"), ids=["start", "resume", "sgp"])
+@pytest.mark.parametrize("commands", blocks("commands"), ids=["start", "resume", "sgp", "simulate"])
 @pytest.mark.timeout(TIMEOUT_SECONDS + 30)
 def test_commands_work_as_they_stand(commands: str, checkout: Path):
     output = run(commands, checkout)
@@ -100,7 +100,7 @@ def test_files_and_options_that_the_readme_names_exist():
 
 
 @pytest.mark.parametrize(
-    "readme", [ROOT / "README.md", *ROOT.glob("experiments/*/README.md")], ids=lambda p: p.parent.name
+    "readme", [ROOT / "README.md", *ROOT.glob("experiments/**/README.md")], ids=lambda p: p.parent.name
 )
 def test_tables_are_those_of_the_experiments(readme: Path):
     for source, table in re.findall(
