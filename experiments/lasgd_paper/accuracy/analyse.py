@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import csv
 import statistics
+import sys
 from collections import defaultdict
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import matplotlib
@@ -26,6 +26,9 @@ from pushreduce.training.metrics import read_records
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+from readme_tables import insert_table  # noqa: E402
+
 RUNS = ROOT / "runs" / "lasgd_paper-accuracy"
 SMALL, LARGE = "8 nodes", "32 nodes"
 COLOURS = {"SGD-AR": "#0072B2", "SGP": "#D55E00", "LASGD": "#009E73", "WLASGD": "#CC79A7"}
@@ -51,9 +54,6 @@ def main() -> None:
         rows = list(csv.DictReader(file))
     top1 = {(row["group"], row["variant"], int(row["seed"])): float(row["top1_percent"]) for row in rows}
     (FOLDER / "answers.md").write_text(answers(top1))
-    insert_table = (
-        SourceFileLoader("experiment", str(ROOT / "scripts" / "experiment")).load_module().insert_table
-    )
     insert_table(FOLDER / "README.md", FOLDER / "answers.md")
     draw(update_curves(rows))
     print((FOLDER / "answers.md").read_text())
@@ -178,7 +178,8 @@ def draw(curves: list[dict[str, str]]) -> None:
             if column == 0:
                 axis.set_ylabel(label)
         axes[0, column].set_title(group)
-        axes[0, column].legend(frameon=False)
+        if axes[0, column].lines:
+            axes[0, column].legend(frameon=False)
     figure.savefig(FOLDER / "figure_paper.png", dpi=150)
 
 
