@@ -147,6 +147,10 @@ class EmulationSettings:
     """Factors on that time, one number a rank (1 1 1 2: the last takes twice as long); default: 1."""
 
 
+FORWARD_SHARE = 1 / 3
+"""Of the time of an emulated or simulated step, before the first gradient."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """All settings of a run."""

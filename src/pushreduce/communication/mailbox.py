@@ -33,6 +33,11 @@ _MAGIC = 0x5055534852454455  # at both ends of a message, with its round
 _HEADER = np.dtype([("magic", "<i8"), ("round", "<i8"), ("source", "<i8"), ("weight", "<f8")])
 
 
+def num_message_bytes(num_payload_bytes: int) -> int:
+    """Of a message, in multiples of 64 bytes, so that every payload is aligned as torch's own tensors are."""
+    return HEADER_BYTES + -(-num_payload_bytes // 64) * 64 + TRAILER_BYTES
+
+
 class MailboxError(RuntimeError):
     """A message was lost, torn or overwritten: the one-sided operations below do not keep their promises."""
 
@@ -82,8 +87,7 @@ class Mailbox(ABC):
         self.rank, self.topology = rank, topology
         self.num_payload_bytes, self.num_slot_rounds = num_payload_bytes, num_slot_rounds
         self.num_places = topology.max_in_degree
-        # Multiples of 64 bytes, so that every payload is aligned as torch's own tensors are.
-        self.num_message_bytes = HEADER_BYTES + -(-num_payload_bytes // 64) * 64 + TRAILER_BYTES
+        self.num_message_bytes = num_message_bytes(num_payload_bytes)
         self._wait_until = wait_until
         self._first_round = 0
         self._expected = np.arange(num_slot_rounds)[:, None].repeat(self.num_places, axis=1)

@@ -136,9 +136,13 @@ class ClusterModel:
             return 0.0
         seconds = self.average_overhead_seconds
         seconds += self.average_overhead_seconds_per_doubling * math.log2(num_ranks)
+        return seconds + self.message_seconds(num_bytes, num_ranks)
+
+    def message_seconds(self, num_bytes: int, num_ranks: int) -> float:
+        """`average_seconds` without its overhead: of an average that Horovod negotiates together with another one."""
         if num_ranks <= self.ranks_per_host:
-            return seconds + self.in_host_average_seconds(num_bytes)
-        seconds += self.average_seconds_per_byte * num_bytes
+            return self.in_host_average_seconds(num_bytes)
+        seconds = self.average_seconds_per_byte * num_bytes
         num_full, rest = divmod(num_bytes, self.segment_bytes)
         if num_full:
             seconds += num_full * self._segment_seconds(self.segment_bytes, num_ranks)

@@ -22,9 +22,7 @@ from torch import nn
 
 from pushreduce.communication.base import Communicator
 from pushreduce.communication.emulated_host import this_host
-from pushreduce.settings import EmulationSettings
-
-FORWARD_SHARE = 1 / 3
+from pushreduce.settings import FORWARD_SHARE, EmulationSettings
 
 
 class EmulatedCompute:

@@ -1,0 +1,169 @@
+"""The timing-only programs against the real pages: with the same compute times and costs, steps end at the same times.
+
+The pages run with a tiny model on the simulated cluster; `clock.sleep` stands for the computation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pushreduce.algorithms.allreduce import AllReduceSGD
+from pushreduce.algorithms.base import Algorithm
+from pushreduce.algorithms.lasgd import LASGD
+from pushreduce.algorithms.sgp import SGP
+from pushreduce.communication import simulated
+from pushreduce.communication.base import Communicator
+from pushreduce.communication.topology import build_topology
+from pushreduce.settings import LASGDSettings, SGPSettings
+from pushreduce.simulation import push_timing, timing
+from pushreduce.simulation.cluster_model import ClusterModel
+from pushreduce.simulation.cluster_transport import simulated_cluster
+from pushreduce.simulation.time_line import TimeLine
+
+NUM_PARAMETERS = 1000
+NUM_STEPS = 25
+MODEL = ClusterModel(
+    num_hosts=8,
+    link_bits_per_second=8 * 4 * NUM_PARAMETERS / 0.3,  # the weights take 0.3 s
+    latency_seconds=0.004,
+    step_seconds=1.0,
+    ring_from_bytes=1024,
+    segment_bytes=1536,
+    average_overhead_seconds=0.02,
+    average_overhead_seconds_per_doubling=0.01,
+    average_seconds_per_byte=1e-6,
+    put_overhead_seconds=0.003,
+    put_seconds_per_byte=1e-6,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_time_for_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that asks `done()` twice at one moment loses a microsecond, so that a loop on it cannot stop the time.
+
+    SGP does so for its tally, once a step.
+    """
+    monkeypatch.setattr(simulated, "_SPIN_SECONDS", (1e-15, 1e-2))
+
+
+def compute_seconds(num_ranks: int, seed: int) -> np.ndarray:
+    """[NUM_STEPS, num_ranks] around a second; rank 1 is slow, and any step may take three times as long."""
+    random = np.random.default_rng([num_ranks, seed])
+    seconds = random.lognormal(-0.02, 0.2, (NUM_STEPS, num_ranks))
+    seconds[random.random(seconds.shape) < 0.1] *= 3
+    seconds[:, 1] *= 1.3
+    return seconds
+
+
+def run_pages(
+    model: ClusterModel, compute: np.ndarray, build
+) -> tuple[np.ndarray, Counter, Counter, np.ndarray]:
+    """The real page on all ranks: ends of steps [NUM_STEPS, num_ranks], the counters of all, blocked seconds a rank."""
+    num_ranks = compute.shape[1]
+
+    def body(communicator: Communicator):
+        linear = nn.Linear(NUM_PARAMETERS, 1, bias=False)
+        algorithm: Algorithm = build(linear, torch.optim.SGD(linear.parameters(), lr=0.01), communicator)
+        communicator.barrier()
+        start = communicator.clock.now()
+        ends = []
+        blocked = algorithm.stats.blocked_seconds
+        for step in range(NUM_STEPS):
+            communicator.clock.sleep(compute[step, communicator.rank])
+            linear.weight.grad = torch.full_like(linear.weight, 0.1)
+            if isinstance(algorithm, AllReduceSGD):
+                algorithm._gradient_ready(0)  # what backward()'s hook does
+            algorithm.step(1)
+            ends.append(communicator.clock.now() - start)
+        blocked = algorithm.stats.blocked_seconds - blocked
+        algorithm.finish()
+        return ends, algorithm.stats, blocked
+
+    results = simulated_cluster(model, num_ranks=num_ranks).run(body)
+    steps_per_allreduce = sum((stats.steps_per_allreduce for _, stats, _ in results), Counter())
+    staleness = sum((stats.staleness for _, stats, _ in results), Counter())
+    return (
+        np.array([ends for ends, _, _ in results]).T,
+        steps_per_allreduce,
+        staleness,
+        np.array([blocked for _, _, blocked in results]),
+    )
+
+
+def assert_same(line: TimeLine, pages) -> None:
+    ends, steps_per_allreduce, staleness, blocked = pages
+    np.testing.assert_allclose(line.end_seconds, ends, rtol=1e-9)
+    np.testing.assert_allclose(line.blocked_seconds.sum(axis=0), blocked, rtol=1e-6, atol=1e-8)
+    assert line.steps_per_allreduce == steps_per_allreduce
+    assert line.staleness == staleness
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("tau_max", [0, 1, 2, 5])
+@pytest.mark.parametrize("weights_seconds", [0.05, 0.3, 2.0])
+def test_lasgd(num_ranks: int, tau_max: int, weights_seconds: float) -> None:
+    model = replace(MODEL, link_bits_per_second=8 * 4 * NUM_PARAMETERS / weights_seconds)
+    compute = compute_seconds(num_ranks, tau_max)
+    line = timing.lasgd(model, 4 * NUM_PARAMETERS, compute, tau_max)
+    settings = LASGDSettings(tau_max=tau_max)
+    assert_same(line, run_pages(model, compute, lambda *arguments: LASGD(*arguments, settings)))
+    assert np.all(line.blocked_seconds > -1e-9)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+def test_allreduce(num_ranks: int) -> None:
+    compute = compute_seconds(num_ranks, 0)
+    line = timing.allreduce(MODEL, [4 * NUM_PARAMETERS], compute)
+    assert_same(line, run_pages(MODEL, compute, AllReduceSGD))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("tau", [0, 1, 2, 3])
+@pytest.mark.parametrize("weights_seconds", [0.05, 0.3, 2.0])
+def test_pushes(num_ranks: int, tau: int, weights_seconds: float) -> None:
+    model = replace(MODEL, link_bits_per_second=8 * 4 * NUM_PARAMETERS / weights_seconds)
+    check_pushes(model, num_ranks, SGPSettings(tau=tau))
+
+
+@pytest.mark.parametrize("tau", [0, 1])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SGPSettings(num_peers=2),
+        SGPSettings(two_peer_rounds=5),
+        SGPSettings(graph="bipartite-exponential"),
+        SGPSettings(graph="ring"),
+        SGPSettings(graph="complete"),
+        SGPSettings(graph="random"),
+    ],
+    ids=lambda settings: f"{settings.graph}-{settings.num_peers}-{settings.two_peer_rounds}",
+)
+@pytest.mark.parametrize("num_ranks", [2, 5, 8])
+def test_pushes_on_other_graphs(num_ranks: int, settings: SGPSettings, tau: int) -> None:
+    check_pushes(MODEL, num_ranks, replace(settings, tau=tau))
+
+
+@pytest.mark.parametrize("tau", [0, 1])
+@pytest.mark.parametrize("num_peers", [1, 2])
+def test_pushes_of_several_ranks_a_host(num_peers: int, tau: int) -> None:
+    model = replace(MODEL, num_hosts=4, ranks_per_host=2)
+    check_pushes(model, 8, SGPSettings(num_peers=num_peers, tau=tau))
+
+
+def check_pushes(model: ClusterModel, num_ranks: int, settings: SGPSettings) -> None:
+    compute = compute_seconds(num_ranks, settings.tau)
+    topology = build_topology(
+        settings.graph,
+        num_ranks,
+        num_peers=settings.num_peers,
+        two_peer_rounds=settings.two_peer_rounds,
+        seed=7,
+    )
+    line = push_timing.sgp(model, 4 * NUM_PARAMETERS, compute, topology, settings.tau)
+    assert_same(line, run_pages(model, compute, lambda *arguments: SGP(*arguments, settings, seed=7)))
