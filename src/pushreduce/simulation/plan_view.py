@@ -67,10 +67,11 @@ def draw(predictions: Sequence[Prediction], png: Path, title: str) -> None:
     """Iteration time and speed-up by number of ranks, with their 95 % intervals as bands."""
     with matplotlib.rc_context(STYLE):
         figure, (iteration, speed_up) = plt.subplots(1, 2, figsize=(10, 4.4))
-        for number, variant in enumerate(_variants(predictions)):
+        programs = list(dict.fromkeys(variant.program for variant in VARIANTS))
+        for variant in _variants(predictions):
             style = {
-                "color": COLOURS[number % len(COLOURS)],
-                "linestyle": "--" if not variant.options or variant.worker_is_host else "-",
+                "color": COLOURS[programs.index(variant.program)],
+                "linestyle": "--" if variant.worker_is_host else ":" if not variant.options else "-",
                 "label": variant.name,
             }
             own = [each for each in predictions if each.variant == variant]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,18 +59,30 @@ def _sgp(num_peers: int, tau: int) -> _Program:
     return program
 
 
+def _of_hosts(variant: Variant) -> Variant:
+    return replace(
+        variant,
+        name=f"{variant.name} of hosts",
+        options=f"{variant.options} --worker host",
+        worker_is_host=True,
+    )
+
+
 SGD_AR = Variant("SGD-AR", "--algorithm allreduce", overlapped_allreduce)
 """What the others are measured against."""
+_LASGD_1 = Variant("LASGD(1)", "--algorithm lasgd", _lasgd(1))
+_SGP = Variant("SGP", "--algorithm sgp", _sgp(1, 0))
+_OSGP_1 = Variant("OSGP(1)", "--algorithm sgp --tau 1", _sgp(1, 1))
 VARIANTS = (
     Variant("SGD-AR, no overlap", "", allreduce),
     SGD_AR,
-    Variant("LASGD(1) of hosts", "--algorithm lasgd --worker host", _lasgd(1), worker_is_host=True),
-    Variant("LASGD(1)", "--algorithm lasgd", _lasgd(1)),
+    _of_hosts(_LASGD_1),
+    _LASGD_1,
     Variant("SGP, 2 peers", "--algorithm sgp --num-peers 2", _sgp(2, 0)),
-    Variant("SGP of hosts", "--algorithm sgp --worker host", _sgp(1, 0), worker_is_host=True),
-    Variant("SGP", "--algorithm sgp", _sgp(1, 0)),
-    Variant("OSGP(1) of hosts", "--algorithm sgp --tau 1 --worker host", _sgp(1, 1), worker_is_host=True),
-    Variant("OSGP(1)", "--algorithm sgp --tau 1", _sgp(1, 1)),
+    _of_hosts(_SGP),
+    _SGP,
+    _of_hosts(_OSGP_1),
+    _OSGP_1,
     Variant("LASGD(5)", "--algorithm lasgd --tau-max 5", _lasgd(5)),
     Variant("LASGD(inf)", "--algorithm lasgd --tau-max 0", _lasgd(0)),
 )
@@ -241,7 +253,8 @@ def _sentence(chosen: Sequence[Prediction], others: Sequence[Prediction]) -> str
                 f"the fastest of the others, {fastest.variant.name}, gains {fastest.speed_up.value - 1:.1%}: less than "
                 f"the {WORTH_IT - 1:.0%} that would be worth a loss in accuracy"
             )
-        return f"{ranks}: nothing to gain, take PyTorch DDP or {SGD_AR.options}. With {last.num_ranks} {waits}; {reason}."
+        take = f"nothing to gain, take PyTorch DDP or {SGD_AR.options}"
+        return f"{ranks}: {take}. With {last.num_ranks} {waits}; {reason}."
     doubt = "" if last.speed_up.low > WORTH_IT else f" Not certain: it may be {last.speed_up.low:.2f} only."
     return (
         f"{ranks}: take {last.variant.options}. With {last.num_ranks} {waits}, {last.variant.name} "
