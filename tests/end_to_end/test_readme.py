@@ -56,7 +56,7 @@ def test_the_readme_has_commands_and_an_example():
     assert len(blocks("script")) == 1
 
 
-@pytest.mark.parametrize("commands", blocks("commands"), ids=["start", "resume", "sgp", "simulate"])
+@pytest.mark.parametrize("commands", blocks("commands"), ids=["start", "resume", "sgp", "simulate", "plan"])
 @pytest.mark.timeout(TIMEOUT_SECONDS + 30)
 def test_commands_work_as_they_stand(commands: str, checkout: Path):
     output = run(commands, checkout)

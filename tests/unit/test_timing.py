@@ -196,7 +196,7 @@ def test_overlap_against_horovods_thread_step_by_step(
             batch = [num_bytes for seconds, num_bytes in ready if seconds <= now * (1 + 1e-12)]
             ready = ready[len(batch) :]
             now += model.average_seconds(sum(batch), num_ranks)
-        now += model.message_seconds(8 * (6 + len(parameter_bytes)), num_ranks)
+        now += model.average_message_seconds(8 * (6 + len(parameter_bytes)), num_ranks)
         ends.append(now)
     line = timing.overlapped_allreduce(model, parameter_bytes, compute)
     np.testing.assert_allclose(line.end_seconds, np.array(ends)[:, None].repeat(num_ranks, axis=1), rtol=1e-9)

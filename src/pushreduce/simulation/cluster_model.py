@@ -136,9 +136,9 @@ class ClusterModel:
             return 0.0
         seconds = self.average_overhead_seconds
         seconds += self.average_overhead_seconds_per_doubling * math.log2(num_ranks)
-        return seconds + self.message_seconds(num_bytes, num_ranks)
+        return seconds + self.average_message_seconds(num_bytes, num_ranks)
 
-    def message_seconds(self, num_bytes: int, num_ranks: int) -> float:
+    def average_message_seconds(self, num_bytes: int, num_ranks: int) -> float:
         """`average_seconds` without its overhead: of an average that Horovod negotiates together with another one."""
         if num_ranks <= self.ranks_per_host:
             return self.in_host_average_seconds(num_bytes)

@@ -127,7 +127,7 @@ def _tally_seconds(model: ClusterModel, num_parameters: int, num_workers: int) -
     """SGD-AR's second, small average: 5 counters, a flag a parameter and a learning rate; negotiated with the first."""
     if num_workers == 1:
         return 0.0
-    return model.message_seconds(8 * (6 + num_parameters), num_workers)
+    return model.average_message_seconds(8 * (6 + num_parameters), num_workers)
 
 
 def _in_step(compute_seconds: Seconds, iteration_seconds: Seconds) -> TimeLine:
