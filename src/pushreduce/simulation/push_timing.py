@@ -106,6 +106,7 @@ class _Pushing:
         num_iterations, num_workers = compute_seconds.shape
         assert topology.size == num_workers
         self._topology, self._tau = topology, tau
+        self._period, self._num_initial_rounds = topology.period, topology.num_initial_rounds
         self._sending_interval = max(1, tau)
         self._num_slot_rounds = min(tau, 1) + 2
         self._num_places = topology.max_in_degree
@@ -169,22 +170,21 @@ class _Pushing:
                 worker.waits_for_buffer = True
                 return
             worker.num_free_buffers -= 1
-            under_way = list(receivers)
-            for to, place in zip(receivers, places, strict=True):
-                put = partial(self._put, rank, to, worker.sending_round, slot_round + place, under_way)
-                if self._hand_over_seconds:
-                    self._queue.at(now + self._hand_over_seconds, put)
-                else:
-                    put()
+            put = partial(self._put, rank, worker.sending_round, slot_round)
+            if self._hand_over_seconds:
+                self._queue.at(now + self._hand_over_seconds, put)
+            else:
+                put()
         self._receive(rank)
 
-    def _put(self, rank: int, to: int, sending_round: int, slot: int, under_way: list[int]) -> None:
-        self._network.transfer(
-            self._workers[rank].host,
-            self._workers[to].host,
-            self._message_bytes,
-            partial(self._landed, rank, to, sending_round, slot, under_way),
-        )
+    def _put(self, rank: int, sending_round: int, slot_round: int) -> None:
+        """The message has been handed over to the helper thread, which sends it to all its receivers."""
+        workers, neighbours = self._workers, self._neighbours(sending_round)
+        receivers = neighbours.receivers[rank]
+        under_way = list(receivers)
+        for to, place in zip(receivers, neighbours.places[rank], strict=True):
+            landed = partial(self._landed, rank, to, sending_round, slot_round + place, under_way)
+            self._network.transfer(workers[rank].host, workers[to].host, self._message_bytes, landed)
 
     def _landed(self, rank: int, to: int, sending_round: int, slot: int, under_way: list[int]) -> None:
         """The message is in its slot; its counter follows. The buffer is free when all receivers have theirs."""
@@ -219,10 +219,10 @@ class _Pushing:
         worker = self._workers[rank]
         place = slot % self._num_places
         while (expected := worker.expected[slot]) <= worker.sending_round:
-            if place < len(self._neighbours(expected).senders[rank]):
-                if worker.arrived[slot] != expected:
-                    return
+            if worker.arrived[slot] == expected:
                 self.staleness[worker.round_number - expected * self._sending_interval] += 1
+            elif place < len(self._neighbours(expected).senders[rank]):
+                return
             worker.expected[slot] = later = expected + self._num_slot_rounds
             senders = self._neighbours(later).senders[rank]
             if place < len(senders):
@@ -252,9 +252,10 @@ class _Pushing:
     # -- the graph -------------------------------------------------------------------------------------------------
 
     def _neighbours(self, sending_round: int) -> _Neighbours:
-        period, first = self._topology.period, self._topology.num_initial_rounds
-        if period is not None and sending_round >= first:
-            sending_round = first + (sending_round - first) % period
+        if self._period is not None and sending_round >= self._num_initial_rounds:
+            sending_round = (
+                self._num_initial_rounds + (sending_round - self._num_initial_rounds) % self._period
+            )
         return self._neighbours_of_key(sending_round)
 
     def _find_neighbours(self, sending_round: int) -> _Neighbours:
