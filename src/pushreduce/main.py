@@ -50,7 +50,7 @@ def _run(settings: Settings, communicator: Communicator) -> int:
     from pushreduce.training.console import launcher_command
 
     _refuse_differing_settings(settings, communicator)
-    device = _device(settings, communicator)
+    device = choose_device(settings.training.device, communicator)
     workload = build_on_all(communicator, lambda: _workload(settings, communicator))
     if settings.evaluate is not None:
         _evaluate_file(settings, communicator, workload, device)
@@ -157,19 +157,26 @@ def _workload(settings: Settings, communicator: Communicator) -> Workload:
     return build_workload(data, seed=settings.seed, rank=communicator.rank, size=communicator.size)
 
 
-def _device(settings: Settings, communicator: Communicator) -> torch.device:
-    """The GPU of the local rank, or the CPU: the same kind on all ranks, since they average with each other."""
+def choose_device(wanted: str, communicator: Communicator) -> torch.device:
+    """The GPU of the local rank, or the CPU: the same kind on all ranks, since they average with each other.
+
+    Args:
+        wanted: "auto", "cpu" or "cuda".
+
+    Raises:
+        AgreedError: a rank has no GPU and "cuda" is wanted.
+    """
     import torch
 
     from pushreduce.training.agreement import AgreedError
 
     has_gpu = torch.cuda.device_count() > communicator.local_rank
     without_gpu = [rank for rank, has_one in enumerate(communicator.allgather(has_gpu)) if not has_one]
-    if settings.training.device == "cuda" and without_gpu:
+    if wanted == "cuda" and without_gpu:
         raise AgreedError(
             f"--device cuda: no GPU for rank {without_gpu[0]}: start at most one rank a GPU, or use --device cpu"
         )
-    if settings.training.device == "cpu" or without_gpu:
+    if wanted == "cpu" or without_gpu:
         return torch.device("cpu")
     torch.cuda.set_device(communicator.local_rank)
     return torch.device("cuda", communicator.local_rank)
