@@ -10,9 +10,10 @@ import torch
 
 from pushreduce.communication.simulated import SimulatedCluster
 from pushreduce.simulation.calibration import fit, fit_steps
-from pushreduce.simulation.cluster_model import COUNTER_BYTES, ClusterModel, Uncertainty
+from pushreduce.simulation.cluster_model import ClusterModel, Uncertainty
 from pushreduce.simulation.measurement import Measurer, _TurnTopology
 
+COUNTER_BYTES = 8
 MODEL = ClusterModel(
     num_hosts=3,
     link_bits_per_second=1e9,
@@ -58,9 +59,9 @@ def calibrated(model: ClusterModel, *, jitter: float = 0.0, budget_seconds: floa
         ranks_per_host=model.ranks_per_host,
         average_seconds=model.average_seconds,
         put_seconds=lambda num_bytes, _: (
-            model.message_seconds(num_bytes)
+            model.latency_seconds
             if num_bytes == COUNTER_BYTES
-            else model.put_seconds(num_bytes) - model.message_seconds(COUNTER_BYTES)
+            else model.put_seconds(num_bytes) - model.latency_seconds
         ),
         jitter=jitter,
     )

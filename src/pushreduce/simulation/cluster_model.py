@@ -17,8 +17,6 @@ from pushreduce.communication.mpi_settings import RING_THRESHOLD_BYTES, SEGMENT_
 from pushreduce.settings_file import load_dataclass, to_yaml
 from pushreduce.training.atomic_file import write_atomically
 
-COUNTER_BYTES = 8
-"""Of the counter that follows a mailbox's message."""
 _BITS = 8
 _BYTES_PER_ELEMENT = 4
 _HALF_WIDTH_95 = 1.96
@@ -174,10 +172,10 @@ class ClusterModel:
     def put_seconds(self, num_bytes: int) -> float:
         """Seconds from the sending of a mailbox's message to where its receiver has it, alone on the links.
 
-        The message is followed by a counter, which tells the receiver of it.
+        The message is followed by a counter, one latency more, which tells the receiver of it.
         """
         seconds = self.put_overhead_seconds + num_bytes * self.put_seconds_per_byte
-        return seconds + self.message_seconds(num_bytes) + self.message_seconds(COUNTER_BYTES)
+        return seconds + self.message_seconds(num_bytes) + self.latency_seconds
 
     def in_host_average_seconds(self, num_bytes: int) -> float:
         """Seconds of an average over the ranks of one host, not through Horovod."""
