@@ -1,0 +1,61 @@
+"""The command line of scripts/calibrate: what contradicts itself or would be ignored is refused, in one line."""
+
+from __future__ import annotations
+
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+
+import pytest
+
+from pushreduce.settings import SettingsError
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "calibrate"
+
+
+@pytest.fixture(scope="module")
+def parse():
+    spec = spec_from_loader("calibrate", SourceFileLoader("calibrate", str(SCRIPT)))
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.parse
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("", "--output"),
+        ("--output a.yaml --outputs b.yaml", "--outputs"),
+        ("--output a.csv", "ends in .yaml"),
+        ("--output a.yaml --budget-seconds 0", "--budget-seconds is 0.0"),
+        ("--output a.yaml --budget-seconds nan", "--budget-seconds is nan"),
+        ("--output a.yaml --step-jitter 0.1", "belongs to --step-seconds"),
+        ("--output a.yaml --step-seconds 0", "--step-seconds is 0.0"),
+        ("--output a.yaml --step-seconds nan", "--step-seconds is nan"),
+        ("--output a.yaml --step-seconds 1 --step-jitter -1", "--step-jitter is -1.0"),
+        ("--output a.yaml --step-seconds 1 --model resnet50", "--model has no effect with --step-seconds"),
+        ("--output a.yaml --step-seconds 1 --batch-size-per-rank 8", "--batch-size-per-rank has no effect"),
+        ("--output a.yaml --dataset mnist", "choose one of digits"),
+        ("--output a.yaml --dataset digits --image-size 64", "--image-size"),
+        ("--output a.yaml --batch-size-per-rank 0", "--batch-size-per-rank"),
+    ],
+)
+def test_mistakes(parse, options: str, says: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse(options.split())
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_steps_are_given_or_measured(parse) -> None:
+    given = parse("--output a.yaml --step-seconds 0.29".split())
+    assert (given.step_seconds, given.step_jitter) == (0.29, 0.0)
+    data = parse("--output a.yaml --model resnet50 --image-size 64".split()).data
+    assert (data.dataset, data.model, data.image_size, data.batch_size_per_rank) == (
+        "synthetic",
+        "resnet50",
+        64,
+        32,
+    )
