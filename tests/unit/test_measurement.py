@@ -165,5 +165,5 @@ def test_out_and_in_neighbours_of_the_turns_agree(leaders) -> None:
         received = {(i, j) for j in range(topology.size) for i in topology.in_neighbours(j, round_number)}
         assert sends == received
         assert {i for pair in sends for i in pair} <= set(leaders)
-        assert len(sends) == (len(leaders) if round_number % 7 < 5 else 1)
+        assert len(sends) == (len(leaders) if round_number % 5 < 3 else 1)
         assert max(len(topology.in_neighbours(j, round_number)) for j in leaders) <= topology.max_in_degree
