@@ -205,7 +205,7 @@ def _least_squares(
     """x >= 0 that minimises |matrix x - targets|, and the half widths of 95 % intervals.
 
     The minimum is the unbounded one over some of the columns, the others being 0: with fewer than a dozen, all choices
-    are tried. Where the residuals are larger than their standard deviation of 1, so are the half widths.
+    are tried. Where a sample's residual is larger than its standard deviation of 1, it counts as that uncertain.
 
     Args:
         matrix: [samples, numbers], in units of the samples' standard deviations, as `targets` [samples].
@@ -228,6 +228,13 @@ def _least_squares(
                 best[chosen] = solution
         if np.all(best > 0.0):  # nothing can be better than all columns
             break
-    spread = max(1.0, best_error / (num_samples - num_values))
-    variances = np.diag(np.linalg.inv(scaled.T @ scaled)) * spread
-    return best / scales, _HALF_WIDTH_95 * np.sqrt(variances) / scales
+    # Of each sample, what it misses its modelled value by, but no less than its own standard deviation.
+    variances = np.maximum(1.0, (scaled @ best - targets) ** 2)
+    half_widths = np.empty(num_values)
+    for index in range(num_values):
+        # What lies at the bound of 0 is known not to be below, and leaves the others' intervals alone.
+        columns = np.flatnonzero((best > 0.0) | (np.arange(num_values) == index))
+        inverse = np.linalg.pinv(scaled[:, columns])
+        variance = (inverse**2 @ variances)[np.searchsorted(columns, index)]
+        half_widths[index] = _HALF_WIDTH_95 * math.sqrt(variance)
+    return best / scales, half_widths / scales
