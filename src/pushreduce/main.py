@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
         settings = command_line.parse(sys.argv[1:] if argv is None else argv)
     except SettingsError as error:
         problem = str(error)
-    communicator = startup.connect(problem)
+    communicator = startup.connect(problem, worker=settings.worker)
     from pushreduce.training.agreement import AgreedError
 
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -35,6 +36,59 @@ class Handle(Protocol):
 
     def wait(self) -> torch.Tensor:
         """The mean over all ranks, shape and dtype of the buffer. May be called again, at no cost."""
+
+
+class HostGroup(ABC):
+    """The ranks of one host, which share memory. Collectives are matched by order.
+
+    Averages under way, of any size, do not hold them up: in Horovod's queue they would wait behind the slow network.
+    """
+
+    rank: int
+    """Among the ranks of this host."""
+    size: int
+
+    @abstractmethod
+    def barrier(self, num_bytes: int = 0) -> None:
+        """Returns when every rank of the host has entered; what they wrote to shared memory before is there.
+
+        Args:
+            num_bytes: of each rank's part in an average that ends here; only virtual time depends on it.
+        """
+
+    @abstractmethod
+    def shared(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor [num_elements] in memory that all ranks of the host see, not initialised. Collective.
+
+        The memory lasts as long as any rank's tensor does.
+
+        Raises:
+            ValueError: on all ranks of the host alike, where there is not as much shared memory.
+        """
+
+    def sum_rows(self, rows: torch.Tensor) -> None:
+        """Leaves the sum of all `rows` [size, elements], shared, in the first, added in the order of ranks; blocks.
+
+        Rank i has written row i before, and every rank adds up a part of the columns.
+        """
+        self.barrier()
+        num_elements = rows.shape[1]
+        start, stop = (num_elements * rank // self.size for rank in (self.rank, self.rank + 1))
+        total = rows[0, start:stop]
+        for row in rows[1:, start:stop]:
+            total.add_(row)
+        self.barrier(rows[0].nbytes)
+
+
+@dataclass(frozen=True)
+class HostSplit:
+    """A rank's place where the hosts, not the ranks, are the workers."""
+
+    host: HostGroup
+    leaders: Communicator | None
+    """Of the first rank of every host, ranked by host; None on the others."""
+    host_of_rank: list[int]
+    """Hosts are counted in the order of their first ranks."""
 
 
 class Communicator(ABC):
@@ -91,6 +145,14 @@ class Communicator(ABC):
         Raises:
             ValueError: on all ranks alike, where windows cannot be made or do not keep what is put into them; with
                 the MPI, the transport and the remedy.
+        """
+
+    @abstractmethod
+    def split_by_host(self) -> HostSplit:
+        """The ranks that share memory, and a communicator of their leaders; collective.
+
+        Raises:
+            ValueError: on all ranks alike: start-up was not told of it (`startup.connect(worker="host")`).
         """
 
     @abstractmethod

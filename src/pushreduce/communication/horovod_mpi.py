@@ -10,7 +10,7 @@ import math
 import pickle
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import horovod.torch as hvd
 import mpi4py
@@ -19,9 +19,10 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch.mpi_ops import _allreduce_async
 
-from pushreduce.communication import startup
-from pushreduce.communication.base import Clock, Communicator, Handle
+from pushreduce.communication import host_leaders, startup
+from pushreduce.communication.base import Clock, Communicator, Handle, HostSplit
 from pushreduce.communication.environment import transport_settings
+from pushreduce.communication.host_memory import HostMemory
 from pushreduce.communication.mailbox import Mailbox, MailboxError
 from pushreduce.communication.mailbox_check import LIMIT_SECONDS, LimitedWait, find_problem, num_end_bytes
 from pushreduce.communication.mpi_settings import SEGMENT_BYTES
@@ -46,12 +47,20 @@ class WallClock:
 
 
 class HorovodMPI(Communicator):
-    """Communicator over Horovod and MPI, to be made once per process after `startup.start()`."""
+    """Communicator over Horovod and MPI, to be made once per process after `startup.start()`.
 
-    def __init__(self) -> None:
-        self._world = MPI.COMM_WORLD.Dup()
-        self.rank, self.size = self._world.rank, self._world.size
-        self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
+    Args:
+        leaders: None: of all ranks. Else the communicator of the first ranks of all hosts, for `split_by_host`.
+    """
+
+    def __init__(self, leaders: MPI.Intracomm | None = None) -> None:
+        if leaders is None:
+            self._ranks, self._process_set = MPI.COMM_WORLD.Dup(), hvd.global_process_set
+            self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
+        else:
+            self._ranks, self._process_set = leaders, host_leaders.process_set or hvd.global_process_set
+            self.local_rank, self.local_size = 0, 1
+        self.rank, self.size = self._ranks.rank, self._ranks.size
         self.clock: Clock = WallClock()
         self._outstanding: set[str] = set()
 
@@ -71,44 +80,34 @@ class HorovodMPI(Communicator):
         segments = zip(_linear(source).split(num_elements), _linear(work).split(num_elements), strict=True)
         # With input and output apart, which Horovod has no public call for, its own thread does the copying.
         handles = [
-            _allreduce_async(*segment, f"{name}.{index}", hvd.Average, 1.0, 1.0, hvd.global_process_set)
+            _allreduce_async(*segment, f"{name}.{index}", hvd.Average, 1.0, 1.0, self._process_set)
             for index, segment in enumerate(segments)
         ]
         return HorovodHandle(self, name, handles, work, result)
 
     def broadcast(self, buffer: torch.Tensor, name: str, root: int = 0) -> None:
-        if buffer.numel() == 0:
+        if buffer.numel() == 0 or self.size == 1:
             return
         self._claim(name)
         as_bytes = _linear(buffer).view(torch.uint8)  # any dtype, bit for bit
-        HorovodHandle(self, name, [hvd.broadcast_async_(as_bytes, root, name=name)], buffer, buffer).wait()
+        root_of_all = self._process_set.ranks[root]
+        handle = hvd.broadcast_async_(as_bytes, root_of_all, name=name, process_set=self._process_set)
+        HorovodHandle(self, name, [handle], buffer, buffer).wait()
 
     def allgather(self, value: Any) -> list[Any]:
-        data = np.frombuffer(pickle.dumps(value), np.uint8)
-        counts = np.empty(self.size, np.int64)
-        self._complete(self._world.Iallgather(np.array([data.size], np.int64), counts))
-        gathered = np.empty(counts.sum(), np.uint8)
-        self._complete(self._world.Iallgatherv(data, [gathered, counts]))
-        return [pickle.loads(part.tobytes()) for part in np.split(gathered, np.cumsum(counts)[:-1])]
+        return _allgather(self._ranks, value)
 
     def barrier(self) -> None:
-        self._complete(self._world.Ibarrier())
+        _complete(self._ranks.Ibarrier())
 
     def wait_until(self, predicate: Callable[[], bool], timeout_seconds: float = math.inf) -> bool:
-        deadline = self.clock.now() + timeout_seconds
-        pause = _SHORTEST_PAUSE_SECONDS
-        while not predicate():
-            if self.clock.now() >= deadline:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        return True
+        return _wait_until(predicate, timeout_seconds)
 
     def open_mailbox(self, topology: Topology, *, num_payload_bytes: int, num_slot_rounds: int) -> Mailbox:
         wait = LimitedWait(self.wait_until)
         try:
             mailbox = PushSumWindow(
-                self._world,
+                self._ranks,
                 topology,
                 num_payload_bytes=num_payload_bytes,
                 num_slot_rounds=num_slot_rounds,
@@ -139,11 +138,29 @@ class HorovodMPI(Communicator):
             f"on, such as scripts/setup.sh --mpi {other}"
         )
 
+    def split_by_host(self) -> HostSplit:
+        in_host = cast(MPI.Intracomm, self._ranks.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank))
+        colour = 0 if in_host.rank == 0 else MPI.UNDEFINED
+        between = cast(MPI.Intracomm, self._ranks.Split(colour, key=self.rank))
+        leader_of_rank = self.allgather(_allgather(in_host, self.rank)[0])
+        leaders = sorted(set(leader_of_rank))
+        if 1 < len(leaders) < self.size and host_leaders.process_set is None:
+            raise ValueError('hosts are to be workers: tell the start-up, connect(worker="host")')
+        # On every rank, also where no mailbox is to be freed: else leaders at their end would wait for the others.
+        startup.before_shut_down(in_host.Free)
+        return HostSplit(
+            host=HostMemory(
+                in_host.rank,
+                in_host.size,
+                barrier=lambda: _complete(in_host.Ibarrier()),
+                allgather=lambda value: _allgather(in_host, value),
+            ),
+            leaders=HorovodMPI(between) if in_host.rank == 0 else None,
+            host_of_rank=[leaders.index(leader) for leader in leader_of_rank],
+        )
+
     def abort(self, message: str, exit_code: int = 1) -> NoReturn:
         startup.abort(message, exit_code)
-
-    def _complete(self, request: MPI.Request) -> None:
-        self.wait_until(request.Test)
 
     def _claim(self, name: str) -> None:
         if name in self._outstanding:
@@ -198,6 +215,30 @@ class MeanOfOne:
 
     def wait(self) -> torch.Tensor:
         return self._mean
+
+
+def _wait_until(predicate: Callable[[], bool], timeout_seconds: float = math.inf) -> bool:
+    deadline = time.perf_counter() + timeout_seconds
+    pause = _SHORTEST_PAUSE_SECONDS
+    while not predicate():
+        if time.perf_counter() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+    return True
+
+
+def _complete(request: MPI.Request) -> None:
+    _wait_until(request.Test)
+
+
+def _allgather(ranks: MPI.Intracomm, value: Any) -> list[Any]:
+    data = np.frombuffer(pickle.dumps(value), np.uint8)
+    counts = np.empty(ranks.size, np.int64)
+    _complete(ranks.Iallgather(np.array([data.size], np.int64), counts))
+    gathered = np.empty(counts.sum(), np.uint8)
+    _complete(ranks.Iallgatherv(data, [gathered, counts]))
+    return [pickle.loads(part.tobytes()) for part in np.split(gathered, np.cumsum(counts)[:-1])]
 
 
 def _linear(tensor: torch.Tensor) -> torch.Tensor:

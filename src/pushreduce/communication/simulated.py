@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from pushreduce.communication.base import Communicator
+from pushreduce.communication.base import Communicator, HostGroup, HostSplit
 from pushreduce.communication.simulated_exchange import Exchange, Meeting
 from pushreduce.communication.simulated_mailbox import SimulatedMailbox
 from pushreduce.communication.simulated_transport import JitteryTransport, Transport
@@ -187,6 +187,20 @@ class SimulatedCommunicator(Communicator):
         mailbox.connect(self._collective(kind, mailbox, 0))
         return mailbox
 
+    def split_by_host(self) -> HostSplit:
+        exchange, first, number = self._exchange, self.rank - self.local_rank, self._num_collectives
+        places = self._collective("split_by_host", (self.local_rank, self.local_size), 0)
+        leaders = [rank for rank in range(self.size) if places[rank][0] == 0]
+        in_host = exchange.part((number, first), range(first, first + self.local_size))
+        between = exchange.part((number, "leaders"), leaders)
+        host = SimulatedCommunicator(in_host, self.local_rank, self.local_size)
+        is_leader = self.local_rank == 0
+        return HostSplit(
+            host=SimulatedHost(host),
+            leaders=SimulatedCommunicator(between, leaders.index(self.rank), 1) if is_leader else None,
+            host_of_rank=[leaders.index(rank - places[rank][0]) for rank in range(self.size)],
+        )
+
     def abort(self, message: str, exit_code: int = 1) -> NoReturn:
         """Ends the run, which raises `Aborted`; no rank can catch it."""
         print(message, file=sys.stderr)
@@ -200,6 +214,23 @@ class SimulatedCommunicator(Communicator):
         meeting = self._exchange.meet(self.rank, key, kind, value, num_bytes, horovod_kind=horovod_kind)
         self._exchange.wait(self.rank, meeting)
         return meeting.values
+
+
+class SimulatedHost(HostGroup):
+    """The ranks of one simulated host, by a communicator of theirs. Shared memory begins as garbage."""
+
+    def __init__(self, communicator: SimulatedCommunicator) -> None:
+        self.rank, self.size = communicator.rank, communicator.size
+        self._communicator = communicator
+
+    def barrier(self, num_bytes: int = 0) -> None:
+        if self.size > 1:
+            self._communicator._collective("barrier in a host", None, num_bytes)
+
+    def shared(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        garbage = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
+        memory = torch.full((num_elements,), garbage, dtype=dtype) if self.rank == 0 else None
+        return self._communicator._collective(f"shared({num_elements}, {dtype})", memory, 0)[0]
 
 
 class _VirtualClock:

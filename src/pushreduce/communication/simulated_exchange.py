@@ -7,7 +7,7 @@ Owns how collectives match, what averages compute, and who has seen their end. D
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,8 +52,14 @@ class Exchange:
         self.scheduler, self.members = scheduler, members
         self._transport = transport
         self._meetings: dict[tuple[str, int], Meeting] = {}
+        self._parts: dict[Hashable, Exchange] = {}
         self._num_ends_to_come = 0
         self._num_idle_polls = 0
+
+    def part(self, key: Hashable, ranks: Sequence[int]) -> Exchange:
+        """Where some of the ranks meet; the same for all that ask with one `key`."""
+        members = [self.members[rank] for rank in ranks]
+        return self._parts.setdefault(key, Exchange(self.scheduler, self._transport, members))
 
     def meet(
         self,

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pushreduce.communication import emulated_host, mpi_settings
+from pushreduce.communication import emulated_host, host_leaders, mpi_settings
 
 if TYPE_CHECKING:  # it needs torch, which the messages about bad settings do without
     from pushreduce.communication.base import Communicator
@@ -57,7 +57,7 @@ class Process:
     """First line of what `MPI_Get_library_version` says."""
 
 
-def start(*, quiet: bool = False, problem: str = "") -> Process:
+def start(*, quiet: bool = False, problem: str = "", worker: str = "process") -> Process:
     """Starts MPI at MPI_THREAD_MULTIPLE and Horovod on it. Collective; a second call returns the same.
 
     Sets one torch thread a rank unless OMP_NUM_THREADS is set. Warns on rank 0, unless `quiet`, where a host
@@ -65,6 +65,7 @@ def start(*, quiet: bool = False, problem: str = "") -> Process:
 
     Args:
         problem: what this rank has found wrong before; all ranks then refuse to start.
+        worker: "host": gets Horovod ready to average among the first ranks of all hosts (`split_by_host`).
 
     Raises:
         StartupError: on all ranks alike, where there was a problem, MPI or Horovod is missing, the thread level is
@@ -88,7 +89,8 @@ def start(*, quiet: bool = False, problem: str = "") -> Process:
     else:
         problem = _unfit_before_horovod(mpi)
     _agree(world, problem)
-    hvd.init()
+    host = world.Split_type(mpi.COMM_TYPE_SHARED, key=world.rank)
+    host_leaders.init_horovod(hvd, world.allgather((host.rank, worker)))
     atexit.unregister(_end)
     atexit.register(_end)  # now, so that it runs before what Horovod has registered
     problem = ""
@@ -104,7 +106,6 @@ def start(*, quiet: bool = False, problem: str = "") -> Process:
 
     if one_thread:
         torch.set_num_threads(1)
-    host = world.Split_type(mpi.COMM_TYPE_SHARED)
     process = Process(world.rank, world.size, host.rank, host.size, _library(mpi))
     host.Free()
     crowded = [size for size in world.allgather(process.local_size - num_cores()) if size > 0]
@@ -115,15 +116,15 @@ def start(*, quiet: bool = False, problem: str = "") -> Process:
     return process
 
 
-def connect(problem: str = "") -> Communicator:
+def connect(problem: str = "", *, worker: str = "process") -> Communicator:
     """The way in for a training script: starts everything and returns this rank's communicator. Collective.
 
     An uncaught exception on any rank ends all. Where the ranks cannot be started, or any has found a `problem` before
-    (a mistake in its settings), all end with one line and exit code 2.
+    (a mistake in its settings), all end with one line and exit code 2. `worker` is "host" where `HostWorker` is used.
     """
     install_exception_hook()
     try:
-        start(problem=problem)
+        start(problem=problem, worker=worker)
     except StartupError as error:
         exit_with_bad_input(str(error))
     from pushreduce.communication.horovod_mpi import HorovodMPI
