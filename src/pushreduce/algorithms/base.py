@@ -22,10 +22,11 @@ class Progress:
     """How far the whole run is, as this rank knows it."""
 
     size: int
+    """Number of workers."""
     agreed_samples: int = 0
     """Global samples that all ranks have agreed on."""
     own_samples: int = 0
-    """This rank's samples that the agreed ones do not contain yet."""
+    """This worker's samples that the agreed ones do not contain yet."""
     stop_requested: bool = False
     """At least one rank wants the run to stop. The same on all ranks after `finish()`."""
 
@@ -108,6 +109,8 @@ class Algorithm(ABC):
         self.communicator = communicator
         self.max_grad_norm = max_grad_norm
         self.parameters = FlatParameters(model.parameters())
+        self.worker_of_rank = list(range(communicator.size))
+        """Which worker each rank belongs to; every rank is one but where hosts are (`host_worker.py`)."""
         self.progress = Progress(size=communicator.size)
         self.stats = Stats()
         self._recorder = recorder

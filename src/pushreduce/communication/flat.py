@@ -7,7 +7,7 @@ float16 models are averaged in float32).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -44,6 +44,21 @@ class FlatParameters:
         self.payload_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self._buffers = [_alias([p for p in self.parameters if p.dtype == dtype]) for dtype in dtypes]
         self.num_elements = sum(buffer.numel() for buffer in self._buffers)
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The memory that the parameters alias, one buffer [elements] a dtype."""
+        return list(self._buffers)
+
+    def move_to(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Moves the parameters into other memory, which they alias from then on; `buffers` are like the own ones."""
+        for ours, theirs in zip(self._buffers, buffers, strict=True):
+            theirs.copy_(ours)
+            for parameter in self.parameters:
+                if parameter.dtype == ours.dtype:
+                    offset = theirs.storage_offset() + parameter.storage_offset() - ours.storage_offset()
+                    parameter.data = theirs.as_strided(parameter.size(), parameter.stride(), offset)
+        self._buffers = list(buffers)
 
     def new_payload(self, num_extra: int = 0) -> torch.Tensor:
         """An uninitialised payload [num_elements + num_extra]."""
