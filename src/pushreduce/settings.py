@@ -158,7 +158,7 @@ class Settings:
     algorithm: AlgorithmName = "lasgd"
     """allreduce (SGD-AR: gradients averaged before every step), lasgd, or sgp (OSGP with --tau 1 or more)."""
     worker: Literal["process", "host"] = "process"
-    """What counts as one worker of the algorithm: every process, or all processes of a host together."""
+    """What counts as one worker of lasgd and sgp: every process, or a host, whose processes average gradients."""
     seed: int = 0
     """Of the initial model, the shards, the order of samples and the augmentation."""
     run_dir: str | None = None
@@ -236,6 +236,7 @@ INTERVALS = {
 USED_ONLY_WITH: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     (tuple(item.name for item in fields(LASGDSettings)), "algorithm", ("lasgd",)),
     (tuple(item.name for item in fields(SGPSettings)), "algorithm", ("sgp",)),
+    (("worker",), "algorithm", ("lasgd", "sgp")),
     (("num_peers", "two_peer_rounds"), "graph", ("exponential",)),
     (("data_dir",), "dataset", ("fashion-mnist", "cifar10", "imagefolder")),
     (("download",), "dataset", ("fashion-mnist", "cifar10")),
@@ -266,8 +267,6 @@ def check(settings: Settings) -> None:
                     f"{option(name)} has an effect only with {option(condition)} {' or '.join(allowed)}, "
                     f"not with {values[condition]}: leave it at {defaults[name]}"
                 )
-    if settings.worker == "host":
-        raise SettingsError("--worker host comes later: use --worker process")
     if settings.resume and settings.run_dir is None:
         raise SettingsError("--resume needs the directory of the run to go on with: add --run-dir")
     if settings.resume and settings.trace:

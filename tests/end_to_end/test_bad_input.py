@@ -35,7 +35,7 @@ SETTINGS = {
         ["--two-peer-rounds", "remove one"],
     ),
     "sgp-without-effect": ("--algorithm sgp --biased", ["--biased", "--tau 1"]),
-    "not-yet": ("--worker host", ["--worker process"]),
+    "ignored-worker": ("--worker host --algorithm allreduce", ["--worker", "leave it at process"]),
     "bad-yaml": ("--settings bad.yaml", ["bad.yaml, line"]),
     "unknown-in-yaml": ("--settings unknown.yaml", ["unknown.yaml", "lasgd.tau_max"]),
     "resume-nowhere": ("--resume", ["--run-dir"]),

@@ -77,7 +77,7 @@ def loaded_step(directory: Path, size: int) -> int:
     loaded = load(directory, size)
     (step,) = {each.facts["step"] for each in loaded}
     for rank, each in enumerate(loaded):
-        assert each.same_size
+        assert each.same_layout
         assert each.own_state is not None
         assert each.own_state["marks"] == (rank, step)
     return step
@@ -105,8 +105,8 @@ def test_every_rank_gets_back_exactly_what_it_saved(size: int, tmp_path: Path) -
 
     for rank, loaded in enumerate(results_of(size, run)):
         assert same(loaded.own_state, states[rank])
-        assert loaded.same_size
-        assert loaded.facts == {"samples": 50, "step": 5, "num_ranks": size}
+        assert loaded.same_layout
+        assert loaded.facts == {"samples": 50, "step": 5, "num_ranks": size, "num_workers": size}
 
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(4, 2), (1, 4), (4, 1)])
@@ -115,10 +115,28 @@ def test_another_number_of_ranks_gets_the_consensus_model(
 ) -> None:
     save(tmp_path, saved_by, 7)
     for loaded in load(tmp_path, loaded_by):
-        assert not loaded.same_size
+        assert not loaded.same_layout
         assert loaded.own_state is None
         assert same(loaded.consensus_state, consensus_of(7))
         assert loaded.facts["num_ranks"] == saved_by
+
+
+def test_as_many_ranks_that_are_other_workers_get_the_consensus_model(tmp_path: Path) -> None:
+    """Its leaders' states would be given to ranks that are none."""
+
+    def saving_by_host(communicator: Communicator) -> None:
+        checkpoints = Checkpoints(tmp_path, communicator, keep=1, worker_of_rank=[0, 0, 1, 1])
+        consensus = consensus_of(7) if communicator.rank == 0 else None
+        checkpoints.save(7, state_of(communicator.rank, 7), consensus, {})
+        loaded = checkpoints.load_newest(FINGERPRINT)
+        assert loaded is not None
+        assert loaded.same_layout
+
+    results_of(4, saving_by_host)
+    for loaded in load(tmp_path, 4):
+        assert not loaded.same_layout
+        assert same(loaded.consensus_state, consensus_of(7))
+        assert (loaded.facts["num_ranks"], loaded.facts["num_workers"]) == (4, 2)
 
 
 @pytest.mark.parametrize("exists", [True, False])

@@ -95,7 +95,7 @@ def test_evaluate_takes_the_settings_beside_the_model_if_there_are_any(tmp_path:
         ("--resume --run-dir nowhere", "nowhere holds no run"),
         ("--resume --run-dir x --settings y", "remove --settings"),
         ("--settings nowhere.yaml", "nowhere.yaml cannot be read: No such file"),
-        ("--worker host", "comes later"),
+        ("--worker host --algorithm allreduce", "leave it at process"),
         ("--algorithm allreduce --tau-max 2", "--tau-max has an effect only with --algorithm lasgd"),
     ],
 )

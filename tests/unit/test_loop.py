@@ -145,6 +145,38 @@ def test_another_algorithm_or_optimizer_is_refused(tmp_path, changes):
         train(SimulatedCluster(2), replace(settings, resume=True, **changes))
 
 
+@pytest.mark.parametrize("algorithm", ["lasgd", "sgp"])
+def test_hosts_as_workers_go_on_where_they_were(tmp_path, algorithm):
+    """Three ranks on two hosts; synchronous, so that the interleaving does not matter."""
+    cluster = SimulatedCluster(3, ranks_per_host=2)
+    settings = [with_run_dir(tmp_path / side, algorithm=algorithm, worker="host") for side in "ab"]
+    whole = train(cluster, settings[0], lambda rank: 0.01)
+    assert all(ended for ended, _ in whole)
+    stopped = train(cluster, settings[1], lambda rank: 0.01, stop_after=20)
+    assert not any(ended for ended, _ in stopped)
+    assert len({loop.num_steps for _, loop in stopped}) == 1
+    resumed = train(cluster, replace(settings[1], resume=True), lambda rank: 0.01)
+    for (_, expected), (ended, loop) in zip(whole, resumed, strict=True):
+        assert ended
+        assert loop.algorithm.progress.size == 2
+        assert loop.algorithm.worker_of_rank == [0, 0, 1]
+        ours, theirs = loop.model.state_dict(), expected.model.state_dict()
+        for name in ours:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+    last, sums = last_evaluation_and_score_alone(settings[1])
+    assert last["top1_percent"] == pytest.approx(100 * sums["num_correct"] / sums["num_samples"])
+
+
+def test_processes_go_on_from_the_consensus_of_hosts(tmp_path, caplog):
+    settings = with_run_dir(tmp_path, worker="host")
+    train(SimulatedCluster(4, ranks_per_host=2), settings, lambda rank: 0.01, stop_after=10)
+    changed = replace(settings, resume=True, worker="process")
+    for ended, loop in train(SimulatedCluster(4, ranks_per_host=2), changed, lambda rank: 0.01):
+        assert ended
+        assert loop.algorithm.progress.size == 4
+    assert "is of 2 workers of 4 ranks: all 4 ranks begin at its consensus model" in caplog.text
+
+
 def test_another_number_of_ranks_goes_on_from_the_consensus(tmp_path):
     settings = with_run_dir(tmp_path)
     train(SimulatedCluster(2), settings, lambda rank: 0.01 * (rank + 1), stop_after=10)

@@ -199,6 +199,7 @@ def test_numbers_out_of_range_are_refused(name: str) -> None:
 
 USES = [(name, condition, allowed) for names, condition, allowed in USED_ONLY_WITH for name in names]
 OTHER_VALUES = {
+    "worker": "host",
     "data_dir": "somewhere",
     "download": True,
     "skip_corrupt": True,
@@ -237,7 +238,6 @@ def test_a_setting_that_would_be_ignored_is_refused(
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"worker": "host"}, "comes later"),
         ({"resume": True}, "add --run-dir"),
         ({"evaluate": "model.pt", "run_dir": "x"}, "--evaluate does not train"),
         ({"evaluate": "model.pt", "trace": True}, "--evaluate does not train"),

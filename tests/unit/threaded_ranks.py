@@ -36,6 +36,9 @@ class ThreadedRank(Communicator):
     def open_mailbox(self, *args, **kwargs):
         raise NotImplementedError
 
+    def split_by_host(self):
+        raise NotImplementedError
+
     def wait_until(self, predicate):
         raise NotImplementedError
 

@@ -88,10 +88,12 @@ def replay_run(run_dir: Path, settings: Settings, workloads: Sequence[Workload])
 def _replay(
     run_dir: Path, settings: Settings, workloads: Sequence[Workload], rule: Rule
 ) -> tuple[Vector, list[int]]:
-    """The oracle's final parameters, float64 [n, d], and every rank's number of steps."""
-    events = [read_trace(run_dir, rank, len(workloads)) for rank in range(len(workloads))]
+    """The oracle's final parameters by rank, float64 [num_ranks, d], and every rank's number of steps."""
+    traces = [read_trace(run_dir, rank, len(workloads)) for rank in range(len(workloads))]
+    workers = _ranks_of_workers(traces)
+    events = [[e for e in traces[ranks[0]] if e["event"] != "worker"] for ranks in workers]
     num_samples = [[e["num_samples"] for e in trace if e.get("num_samples", 0) > 0] for trace in events]
-    gradient = _Gradient(workloads, num_samples, settings.optimizer.accumulation_steps)
+    gradient = _Gradient(workloads, workers, num_samples, settings.optimizer.accumulation_steps)
     initial = _read_vector(run_dir / "trace.initial.pt", gradient.num_parameters)
     match settings.algorithm:
         case "lasgd":
@@ -101,7 +103,19 @@ def _replay(
             replayed = replay_allreduce(initial, events, gradient, rule)
         case "sgp":
             replayed = _replay_sgp(initial, events, gradient, rule, settings)
-    return replayed, [len(steps) for steps in num_samples]
+    worker_of_rank = {rank: worker for worker, ranks in enumerate(workers) for rank in ranks}
+    by_rank = [worker_of_rank[rank] for rank in range(len(workloads))]
+    return replayed[by_rank], [len(num_samples[worker]) for worker in by_rank]
+
+
+def _ranks_of_workers(traces: Sequence[Sequence[Event]]) -> list[list[int]]:
+    """Every worker's ranks. Where a host is one, all its ranks say so first, and the lowest has the other events."""
+    workers: dict[int, list[int]] = {}
+    for rank, trace in enumerate(traces):
+        ranks = trace[0]["ranks"] if trace and trace[0]["event"] == "worker" else [rank]
+        if rank not in ranks or workers.setdefault(ranks[0], ranks) != ranks:
+            raise ValueError(f"rank {rank}: the traces disagree about workers: are they of one run?")
+    return [workers[first] for first in sorted(workers)]
 
 
 def _replay_sgp(
@@ -145,12 +159,23 @@ def build_rule(settings: OptimizerSettings) -> Rule:
 
 class _Gradient:
     """`global_view.Gradient` of a run: its own batches and model, in float64. Steps must be asked for in
-    order."""
+    order.
+
+    Args:
+        workloads: one a rank.
+        workers: the ranks of each; all of a worker's take a batch in each of its steps.
+        num_samples: of every step, by worker.
+        accumulation_steps: batches of a rank and step.
+    """
 
     def __init__(
-        self, workloads: Sequence[Workload], num_samples: list[list[int]], accumulation_steps: int
+        self,
+        workloads: Sequence[Workload],
+        workers: list[list[int]],
+        num_samples: list[list[int]],
+        accumulation_steps: int,
     ) -> None:
-        self._workloads, self._num_samples = workloads, num_samples
+        self._workloads, self._workers, self._num_samples = workloads, workers, num_samples
         self._accumulation_steps = accumulation_steps
         self._batches: list[Iterator[Batch]] = [iter(workload.train_batches()) for workload in workloads]
         self._model: nn.Module = workloads[0].build_model().double().train()
@@ -162,19 +187,26 @@ class _Gradient:
         self.num_parameters = sum(parameter.numel() for parameter in self._parameters)
         self._is_known_to_repeat = False
 
-    def __call__(self, rank: int, step: int, x: Vector) -> Vector:
+    def __call__(self, worker: int, step: int, x: Vector) -> Vector:
         vector_to_parameters(torch.from_numpy(x), self._parameters)
-        batches = [
-            batch.to(torch.device("cpu"), torch.float64)
-            for batch in islice(self._batches[rank], self._accumulation_steps)
-        ]
-        num_samples = sum(len(batch.targets) for batch in batches)
-        traced = self._num_samples[rank][step]
+        total, num_samples = torch.zeros(self.num_parameters, dtype=torch.float64), 0
+        for rank in self._workers[worker]:
+            batches = [
+                batch.to(torch.device("cpu"), torch.float64)
+                for batch in islice(self._batches[rank], self._accumulation_steps)
+            ]
+            own_samples = sum(len(batch.targets) for batch in batches)
+            total += own_samples * self._repeatable_mean(rank, batches)
+            num_samples += own_samples
+        traced = self._num_samples[worker][step]
         if num_samples != traced:
             raise ValueError(
-                f"rank {rank}, step {step}: {traced} samples in the trace, {num_samples} in the batch: are "
+                f"worker {worker}, step {step}: {traced} samples in the trace, {num_samples} in the batch: are "
                 "data and settings those of the run?"
             )
+        return (total / num_samples).numpy()
+
+    def _repeatable_mean(self, rank: int, batches: list[Batch]) -> torch.Tensor:
         gradient = self._mean(rank, batches)
         if not self._is_known_to_repeat:
             again = self._mean(rank, batches)
@@ -183,7 +215,7 @@ class _Gradient:
                     "the model draws random numbers in training (dropout?): it cannot be replayed"
                 )
             self._is_known_to_repeat = True
-        return gradient.numpy()
+        return gradient
 
     def _mean(self, rank: int, batches: list[Batch]) -> torch.Tensor:
         total = torch.zeros(self.num_parameters, dtype=torch.float64)

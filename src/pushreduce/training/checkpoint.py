@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,13 +52,13 @@ class LoadedCheckpoint:
 
     path: Path
     facts: dict[str, Any]
-    """What `save` was given as `facts`, and `step`, `num_ranks`."""
-    same_size: bool
-    """Whether it is of as many ranks as there are now."""
+    """What `save` was given as `facts`, and `step`, `num_ranks`, `num_workers`."""
+    same_layout: bool
+    """Whether it is of as many ranks as there are now, and those are the same workers."""
     own_state: dict[str, Any] | None
-    """What this rank saved; only where `same_size`."""
+    """What this rank saved; only where `same_layout`."""
     consensus_state: dict[str, Any] | None
-    """The consensus model's state_dict, on every rank; only where not `same_size`."""
+    """The consensus model's state_dict, on every rank; only where not `same_layout`."""
 
 
 def fingerprint(model_state: Mapping[str, Any]) -> dict[str, str]:
@@ -77,10 +77,19 @@ class Checkpoints:
         directory: on a file system that all ranks share; made when needed.
         communicator: the ranks that save and load together.
         keep: complete checkpoints that are kept; older ones are removed after each save.
+        worker_of_rank: the worker that each rank belongs to; default: every rank is one.
     """
 
-    def __init__(self, directory: Path, communicator: Communicator, *, keep: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        communicator: Communicator,
+        *,
+        keep: int,
+        worker_of_rank: Sequence[int] | None = None,
+    ) -> None:
         assert keep >= 1
+        self._worker_of_rank = list(worker_of_rank or range(communicator.size))
         self._directory = directory
         self._communicator = communicator
         self._keep = keep
@@ -155,22 +164,23 @@ class Checkpoints:
     def _find_damage(self, path: Path, manifest: dict[str, Any]) -> str | None:
         """What any rank finds wrong with a file that is needed; the same on all ranks."""
         rank, files = self._communicator.rank, manifest["files"]
-        same_size = manifest["num_ranks"] == self._communicator.size
-        wanted = [f"rank{rank}.pt"] if same_size else []
-        if rank == 0 or not same_size:
+        same_layout = manifest["worker_of_rank"] == self._worker_of_rank
+        wanted = [f"rank{rank}.pt"] if same_layout else []
+        if rank == 0 or not same_layout:
             wanted.append("consensus.pt")
         own_damage = [damage for name in wanted if (damage := damage_of(path / name, files[name]))]
         found = self._communicator.allgather(own_damage)
         return next((damage for each in found for damage in each), None)
 
     def _load(self, path: Path, manifest: dict[str, Any]) -> LoadedCheckpoint:
-        same_size = manifest["num_ranks"] == self._communicator.size
+        workers = manifest["worker_of_rank"]
+        same_layout = workers == self._worker_of_rank
         return LoadedCheckpoint(
             path=path,
-            facts={**manifest["facts"], "num_ranks": manifest["num_ranks"]},
-            same_size=same_size,
-            own_state=load_state(path / f"rank{self._communicator.rank}.pt") if same_size else None,
-            consensus_state=None if same_size else load_state(path / "consensus.pt"),
+            facts={**manifest["facts"], "num_ranks": len(workers), "num_workers": len(set(workers))},
+            same_layout=same_layout,
+            own_state=load_state(path / f"rank{self._communicator.rank}.pt") if same_layout else None,
+            consensus_state=None if same_layout else load_state(path / "consensus.pt"),
         )
 
     def _names(self) -> list[str]:
@@ -236,7 +246,7 @@ class Checkpoints:
         assert consensus_state is not None
         manifest = {
             "facts": facts,
-            "num_ranks": self._communicator.size,
+            "worker_of_rank": self._worker_of_rank,
             "files": files,
             "model": fingerprint(consensus_state),
         }

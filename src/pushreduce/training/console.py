@@ -19,6 +19,7 @@ from pushreduce.training.atomic_file import write_atomically
 from pushreduce.training.curves import draw_curves
 from pushreduce.training.metrics import read_records
 from pushreduce.training.run_directory import RunDirectory
+from pushreduce.training.run_state import describe_workers
 from pushreduce.training.summary import print_summary, summarise, write_summary
 from pushreduce.training.view import RunView
 
@@ -58,7 +59,7 @@ def announce(settings: Settings, loop: TrainingLoop, environment: list[dict[str,
     """
     run_directory = loop.run_directory
     run_directory.save_settings(settings)  # of a resumed run, with the options given now
-    write_environment(run_directory, environment)
+    write_environment(run_directory, environment, loop.algorithm.worker_of_rank)
     loop.view = RunView(
         settings,
         run_directory,
@@ -68,9 +69,9 @@ def announce(settings: Settings, loop: TrainingLoop, environment: list[dict[str,
     workload = loop.workload
     num_parameters = loop.algorithm.parameters.num_elements
     logger.info(
-        "%s with %d ranks: %s (%s training images), %s (%s parameters), %d images a rank and step, %g epochs",
+        "%s with %s: %s (%s training images), %s (%s parameters), %d images a rank and step, %g epochs",
         settings.algorithm,
-        loop.communicator.size,
+        describe_workers(loop.algorithm.progress.size, loop.communicator.size),
         settings.data.dataset,
         f"{workload.num_train_samples:,}",
         settings.data.model,
@@ -106,13 +107,16 @@ def about_emulated_hosts(settings: Settings, by_rank: list[dict[str, Any]]) -> l
     ]
 
 
-def write_environment(run_directory: RunDirectory, by_rank: list[dict[str, Any]]) -> None:
-    """`environment.json`: that of rank 0, and every host with its ranks."""
+def write_environment(
+    run_directory: RunDirectory, by_rank: list[dict[str, Any]], worker_of_rank: list[int]
+) -> None:
+    """`environment.json`: that of rank 0, the worker that each rank belongs to, and every host with its ranks."""
     hosts: dict[str, dict[str, Any]] = {}
     for rank, environment in enumerate(by_rank):
         host = environment["host"]
         hosts.setdefault(host["name"], {**host, "ranks": []})["ranks"].append(rank)
     described = {name: value for name, value in by_rank[0].items() if name != "host"}
+    described["worker_of_rank"] = worker_of_rank
     described["hosts"] = list(hosts.values())
     write_atomically(run_directory.environment_json, (json.dumps(described, indent=2) + "\n").encode())
 
@@ -137,7 +141,7 @@ def conclude(
         dataset=settings.data.dataset,
         model=settings.data.model,
         num_ranks=num_ranks,
-        num_workers=num_ranks,
+        num_workers=loop.algorithm.progress.size,
         seed=settings.seed,
         **facts,
     )

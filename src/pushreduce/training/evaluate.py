@@ -79,12 +79,12 @@ def evaluate(
             model.eval()
             predictions = workload.describe_predictions(model, batch, _NUM_SAMPLE_IMAGES)
             model.train()
-    squares = communicator.allgather(square)
+    squares = dict(zip(algorithm.worker_of_rank, communicator.allgather(square), strict=True))
     return Evaluation(
         validation_loss=loss,
         top1_percent=top1_percent,
         top1_percent_by_rank=[100.0 * s["num_correct"] / max(s["num_samples"], 1.0) for s in own_sums],
-        consensus_distance=(sum(squares) / communicator.size) ** 0.5,
+        consensus_distance=(sum(squares.values()) / len(squares)) ** 0.5,
         predictions=predictions,
     )
 

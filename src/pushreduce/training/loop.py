@@ -101,7 +101,10 @@ class TrainingLoop:
             epochs=settings.training.epochs,
         )
         self.checkpoints = Checkpoints(
-            run_directory.checkpoints, communicator, keep=settings.training.keep_checkpoints
+            run_directory.checkpoints,
+            communicator,
+            keep=settings.training.keep_checkpoints,
+            worker_of_rank=self.algorithm.worker_of_rank,
         )
         self.milestones = Milestones(settings.training, workload.num_train_samples)
         self.num_steps = 0

@@ -77,14 +77,22 @@ def restore(loop: TrainingLoop) -> int:
         assert loaded.consensus_state is not None
         if loop.communicator.rank == 0:
             logger.warning(
-                "%s is of %d ranks: all %d begin at its consensus model, with new optimizer state",
+                "%s is of %s: all %s begin at its consensus model, with new optimizer state",
                 loaded.path,
-                facts["num_ranks"],
-                loop.communicator.size,
+                describe_workers(facts["num_workers"], facts["num_ranks"]),
+                describe_workers(loop.algorithm.progress.size, loop.communicator.size),
             )
         loop.model.load_state_dict(loaded.consensus_state)
         loop.algorithm.begin_at(facts["samples"])
     return int(facts["samples"])
+
+
+def describe_workers(num_workers: int, num_ranks: int) -> str:
+    """ "4 ranks", or "2 workers of 4 ranks" where they are fewer."""
+    ranks = f"{num_ranks} ranks" if num_ranks > 1 else "1 rank"
+    if num_workers == num_ranks:
+        return ranks
+    return f"{num_workers} workers of {ranks}" if num_workers > 1 else f"1 worker of {ranks}"
 
 
 def _restore_own(loop: TrainingLoop, state: dict[str, Any]) -> None:
