@@ -29,11 +29,14 @@ class Progress:
     """This worker's samples that the agreed ones do not contain yet."""
     stop_requested: bool = False
     """At least one rank wants the run to stop. The same on all ranks after `finish()`."""
+    share: float | None = None
+    """Of all samples, those that this worker is to have; None: all workers have equal shares."""
 
     @property
     def samples(self) -> int:
-        """Global samples: agreed + size x own since then. Exact with one rank, and after `finish()`."""
-        return self.agreed_samples + self.size * self.own_samples
+        """Global samples: agreed + own since then / share. Exact with one worker, and after `finish()`."""
+        since = self.size * self.own_samples if self.share is None else round(self.own_samples / self.share)
+        return self.agreed_samples + since
 
 
 @dataclass

@@ -82,11 +82,12 @@ class HostWorker(Algorithm):
         self._leaders_progress = host.shared(3, torch.int64)
 
     def _build_inner(self, build: Callable[[Communicator], Algorithm], split: HostSplit) -> None:
-        num_hosts = max(self.worker_of_rank) + 1
+        share = self._host.size / self.communicator.size  # hosts may have different numbers of ranks
         if split.leaders is None:
-            self.progress = Progress(size=num_hosts)
+            self.progress = Progress(size=max(self.worker_of_rank) + 1, share=share)
             return
         self._inner = inner = build(split.leaders)
+        inner.progress.share = share
         if isinstance(inner, AllReduceSGD):
             raise ValueError(
                 "SGD-AR averages all ranks' gradients: hosts as workers change nothing, use it as it is"
