@@ -21,6 +21,7 @@ RUNS = {
         "--algorithm allreduce --dtype float64 --optimizer adam --base-lr 0.01 --max-grad-norm 1",
     ),
     "sgp-4": (4, "--algorithm sgp --tau 1 --average-rounds 3 --dtype float64 --shard-proportions 1 2 3 4"),
+    "lasgd-host-2": (2, "--worker host --dtype float64 --shard-proportions 1 3"),
     "sgp-kept-3": (
         3,
         "--algorithm sgp --tau 1 --biased --slot-patience-seconds 0 --dtype float64 --shard-proportions 1 2 3",

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 from conftest import NUM_HOSTS
@@ -52,18 +53,32 @@ def test_training_over_all_hosts_is_what_the_oracle_says(cluster, tmp_path, laun
         *TRAINING,
         *options.split(),
     ]
-    process = cluster.start("run", "--", *command, cwd=tmp_path)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, out + err
-    machines = json.loads((tmp_path / "run" / "environment.json").read_text())["hosts"]
+    machines = train_and_replay(cluster, command, tmp_path)
     assert [machine["name"] for machine in machines] == HOSTS
     assert [machine["ranks"] for machine in machines] == [[rank] for rank in range(NUM_HOSTS)]
+
+
+@pytest.mark.parametrize("options", ["--tau-max 2", "--algorithm sgp --tau 1 --average-rounds 2"])
+def test_two_hosts_as_workers_are_what_the_oracle_says(cluster, tmp_path, options):
+    command = ["horovodrun", "-np", "4", "-H", "node0:2,node1:2", "python", str(TRAIN), *TRAINING]
+    machines = train_and_replay(cluster, [*command, "--worker", "host", *options.split()], tmp_path)
+    assert [machine["ranks"] for machine in machines] == [[0, 1], [2, 3]]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["num_ranks"], summary["num_workers"]) == (4, 2)
+
+
+def train_and_replay(cluster, command: list[str], cwd: Path) -> list[dict]:
+    """The hosts in the run's environment.json, once the oracle has found the run to be right."""
+    process = cluster.start("run", "--", *command, cwd=cwd)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, out + err
     replay = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "replay"), str(tmp_path / "run")],
+        [sys.executable, str(ROOT / "scripts" / "replay"), str(cwd / "run")],
         capture_output=True,
         text=True,
     )
     assert replay.returncode == 0, replay.stdout + replay.stderr
+    return json.loads((cwd / "run" / "environment.json").read_text())["hosts"]
 
 
 def test_every_host_has_its_own_name_shared_memory_and_interface(cluster):

@@ -70,11 +70,22 @@ class Ranks:
         self.size, self._communicator = size, communicator
         self.real = communicator is not None
 
-    def run(self, body: Callable[[Communicator], Any], *, seed: int = 0, jitter: float = 3.0) -> list[Any]:
-        """What `body(communicator)` returned on each rank. `seed` and `jitter` decide simulated interleavings."""
+    def run(
+        self,
+        body: Callable[[Communicator], Any],
+        *,
+        seed: int = 0,
+        jitter: float = 3.0,
+        ranks_per_host: int = 1,
+    ) -> list[Any]:
+        """What `body(communicator)` returned on each rank. `seed` and `jitter` decide simulated interleavings.
+
+        Simulated hosts have `ranks_per_host`, the last one those that remain; all real ranks are on one host.
+        """
         if self._communicator is not None:
             return self._communicator.allgather(body(self._communicator))
-        return SimulatedCluster(self.size, seed=seed, jitter=jitter).run(body)
+        cluster = SimulatedCluster(self.size, seed=seed, jitter=jitter, ranks_per_host=ranks_per_host)
+        return cluster.run(body)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
