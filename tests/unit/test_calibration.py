@@ -51,7 +51,7 @@ def samples_of(model: ClusterModel, noise: float = 0.0, seed: int = 0, repetitio
             sample("puts at once", num_bytes + 128, model.num_hosts),
         ]
         if model.ranks_per_host > 1:
-            found.append(sample("in-host average", num_bytes, model.ranks_per_host))
+            found.append(sample("in-host sum", num_bytes, model.ranks_per_host))
     return found
 
 

@@ -145,7 +145,9 @@ def test_one_host_needs_no_link() -> None:
     model = replace(MODEL, ranks_per_host=4, in_host_latency_seconds=1e-5, in_host_seconds_per_byte=1e-9)
     assert model.average_seconds(1_000_000, 4) == pytest.approx(1e-5 + 1e-3)
     assert model.in_host_average_seconds(1_000_000) == pytest.approx(1e-5 + 1e-3)
-    assert MODEL.in_host_average_seconds(1_000_000) == 0.0
+    assert model.host_sum_seconds(1_000_000) == pytest.approx(2e-5 + 1e-3)
+    assert model.host_step_seconds(1_000_000) == pytest.approx(4e-5 + 2e-3)
+    assert MODEL.in_host_average_seconds(1_000_000) == MODEL.host_step_seconds(1_000_000) == 0.0
     assert [model.host_of(rank) for rank in (0, 3, 4, 31)] == [0, 0, 1, 7]
 
 

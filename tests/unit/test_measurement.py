@@ -49,8 +49,8 @@ class VirtualMPI:
         seconds = self._model.average_overhead_seconds_per_doubling / 2 * math.log2(num_ranks)
         return seconds if self._communicator.rank == 0 else None
 
-    def in_host_average_seconds(self, num_bytes: int) -> float | None:
-        return self._model.in_host_average_seconds(num_bytes) if self._communicator.local_rank == 0 else None
+    def host_sum_seconds(self, num_bytes: int) -> float | None:
+        return self._model.host_sum_seconds(num_bytes) if self._communicator.local_rank == 0 else None
 
 
 def calibrated(model: ClusterModel, *, jitter: float = 0.0, budget_seconds: float = 2.0):
@@ -76,7 +76,7 @@ def calibrated(model: ClusterModel, *, jitter: float = 0.0, budget_seconds: floa
             device=torch.device("cpu"),
         )
         samples = measurer.messages() + measurer.sums() + measurer.averages() + measurer.puts()
-        samples += measurer.in_host_averages()
+        samples += measurer.in_host_sums()
         slowness = 2.0 if communicator.rank == communicator.size - 1 else 1.0
         steps = fit_steps(measurer.steps(lambda: communicator.clock.sleep(slowness * model.step_seconds)))
         assert said
@@ -152,7 +152,7 @@ def test_ranks_of_one_host_count_as_hosts() -> None:
             say=lambda text: None,
             device=torch.device("cpu"),
         )
-        return measurer.is_one_host, measurer.num_hosts, measurer.ranks_per_host, measurer.in_host_averages()
+        return measurer.is_one_host, measurer.num_hosts, measurer.ranks_per_host, measurer.in_host_sums()
 
     assert SimulatedCluster(3, ranks_per_host=3).run(body) == [(True, 3, 1, [])] * 3
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from pushreduce.algorithms.allreduce import AllReduceSGD
 from pushreduce.algorithms.base import Algorithm
+from pushreduce.algorithms.host_worker import HostWorker
 from pushreduce.algorithms.lasgd import LASGD
 from pushreduce.algorithms.sgp import SGP
 from pushreduce.communication import simulated
@@ -26,7 +27,7 @@ from pushreduce.settings import LASGDSettings, SGPSettings
 from pushreduce.simulation import push_timing, timing
 from pushreduce.simulation.cluster_model import ClusterModel
 from pushreduce.simulation.cluster_transport import simulated_cluster
-from pushreduce.simulation.time_line import TimeLine
+from pushreduce.simulation.time_line import TimeLine, host_compute_seconds
 
 NUM_PARAMETERS = 1000
 NUM_STEPS = 16
@@ -156,6 +157,30 @@ def test_pushes_on_other_graphs(num_ranks: int, settings: SGPSettings, tau: int)
 def test_pushes_of_several_ranks_a_host(num_peers: int, tau: int) -> None:
     model = replace(MODEL, num_hosts=4, ranks_per_host=2)
     check_pushes(model, 8, SGPSettings(num_peers=num_peers, tau=tau))
+
+
+def test_hosts_as_workers() -> None:
+    """Two ranks a host, whose barriers take time, but not the few bytes that they share."""
+    model = replace(MODEL, num_hosts=4, ranks_per_host=2, in_host_latency_seconds=0.03)
+    compute = compute_seconds(8, 0)
+    hosts = host_compute_seconds(model, compute, 4 * NUM_PARAMETERS)
+    line = timing.lasgd(replace(model, ranks_per_host=1), 4 * NUM_PARAMETERS, hosts, tau_max=2)
+
+    def build(linear, optimizer, communicator):
+        return HostWorker(
+            linear,
+            optimizer,
+            communicator,
+            lambda hosts: LASGD(linear, optimizer, hosts, LASGDSettings(tau_max=2)),
+        )
+
+    ends, _, _, _ = run_pages(model, compute, build)
+    np.testing.assert_array_equal(ends[:, ::2], ends[:, 1::2])
+    # The page copies after its algorithm's part of the step: two of the four barriers come later than in the program.
+    np.testing.assert_allclose(line.end_seconds, ends[:, ::2], atol=2 * 0.03 + 1e-9)
+    np.testing.assert_allclose(
+        np.diff(line.end_seconds, axis=0), np.diff(ends[:, ::2], axis=0), atol=2 * 0.03
+    )
 
 
 # -- what the pages cannot do in virtual time ------------------------------------------------------------------------

@@ -188,7 +188,8 @@ class HostWorker(Algorithm):
                 for ours, leaders in zip(self.parameters.buffers, self._leaders_parameters, strict=True):
                     ours.copy_(leaders)
         with self._timed("blocked_seconds"):
-            self._host.barrier()  # from here on the leader's are its own again
+            num_bytes = sum(leaders.nbytes for leaders in self._leaders_parameters)
+            self._host.barrier(num_bytes)  # from here on the leader's are its own again
 
     # -- consensus and state ---------------------------------------------------------------------------------------
 

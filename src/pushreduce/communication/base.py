@@ -53,7 +53,7 @@ class HostGroup(ABC):
         """Returns when every rank of the host has entered; what they wrote to shared memory before is there.
 
         Args:
-            num_bytes: of each rank's part in an average that ends here; only virtual time depends on it.
+            num_bytes: summed up or copied by each rank since the last; only virtual time depends on it.
         """
 
     @abstractmethod

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pushreduce.simulation.cluster_model import ClusterModel, Uncertainty
 
-Kind = Literal["message", "sum", "average", "put", "puts at once", "in-host average"]
+Kind = Literal["message", "sum", "average", "put", "puts at once", "in-host sum"]
 """A message between two hosts, one way; an all-reduce of a few bytes by MPI alone; an average of the program's own,
 from the last rank's entry; a message of the mailbox, from its sending until its receiver sees it, alone and while every
 host sends one; an average among the ranks of a host."""
@@ -69,8 +69,8 @@ class Sample:
                 return model.average_seconds(self.num_bytes, self.num_ranks)
             case "put" | "puts at once":
                 return model.put_seconds(self.num_bytes)
-            case "in-host average":
-                return model.in_host_average_seconds(self.num_bytes)
+            case "in-host sum":
+                return model.host_sum_seconds(self.num_bytes)
 
 
 @dataclass(frozen=True)

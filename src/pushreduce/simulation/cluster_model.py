@@ -80,9 +80,9 @@ class ClusterModel:
     put_seconds_per_byte: float = 0.0
     """Copies of a put, beyond the time on the links."""
     in_host_latency_seconds: float = 0.0
-    """An average of a few bytes among the ranks of a host."""
+    """A barrier between the ranks of a host."""
     in_host_seconds_per_byte: float = 0.0
-    """Such an average, per byte of its buffer."""
+    """What is summed up or copied in memory that the ranks of a host share, per byte of a rank's buffer."""
     step_jitter: float = 0.0
     """Standard deviation of a step's time, relative to its mean; lognormal."""
     rank_slowness: tuple[float, ...] | None = None
@@ -178,10 +178,21 @@ class ClusterModel:
         return seconds + self.message_seconds(num_bytes) + self.latency_seconds
 
     def in_host_average_seconds(self, num_bytes: int) -> float:
-        """Seconds of an average over the ranks of one host, not through Horovod."""
+        """Seconds of what ends in one barrier of a host's ranks, having summed up or copied `num_bytes`."""
         if self.ranks_per_host == 1:
             return 0.0
         return self.in_host_latency_seconds + num_bytes * self.in_host_seconds_per_byte
+
+    def host_sum_seconds(self, num_bytes: int) -> float:
+        """Seconds of a sum over the ranks of one host, in memory that they share: `HostGroup.sum_rows`."""
+        return self.in_host_average_seconds(0) + self.in_host_average_seconds(num_bytes)
+
+    def host_step_seconds(self, num_bytes: int) -> float:
+        """Seconds that a step of a host as one worker takes beside computation, for `num_bytes` of parameters.
+
+        The sum of its ranks' gradients, and as much again for the way of the leader's parameters to the others.
+        """
+        return 2 * self.host_sum_seconds(num_bytes)
 
     def drawn(self, random: np.random.Generator) -> ClusterModel:
         """A model whose numbers are drawn from within their uncertainty (lognormal, so that none is negative)."""

@@ -47,7 +47,7 @@ _SHARES: dict[Kind, float] = {
     "sum": 0.02,
     "average": 0.35,
     "put": 0.3,
-    "in-host average": 0.03,
+    "in-host sum": 0.03,
 }
 """Of the budget."""
 
@@ -61,8 +61,8 @@ class PlainMPI(Protocol):
     def sum_seconds(self, num_ranks: int) -> float | None:
         """An all-reduce of 8 bytes over the first `num_ranks` ranks. None but on rank 0."""
 
-    def in_host_average_seconds(self, num_bytes: int) -> float | None:
-        """An average over the ranks of each host, on all hosts at once. None but on the first rank of each."""
+    def host_sum_seconds(self, num_bytes: int) -> float | None:
+        """A sum over the ranks of each host in their shared memory, all hosts at once. None but on a host's first."""
 
 
 class Measurer:
@@ -166,18 +166,18 @@ class Measurer:
             turns.free()
         return samples
 
-    def in_host_averages(self) -> list[Sample]:
-        """Averages over the ranks of each host; none where that is one."""
+    def in_host_sums(self) -> list[Sample]:
+        """Sums over the ranks of each host; none where that is one."""
         if self.ranks_per_host == 1:
             return []
         return [
             self._sample(
-                "in-host average",
+                "in-host sum",
                 num_bytes,
                 self.ranks_per_host,
-                lambda _, b=num_bytes: self._plain.in_host_average_seconds(b),  # type: ignore[misc]
+                lambda _, b=num_bytes: self._plain.host_sum_seconds(b),  # type: ignore[misc]
             )
-            for num_bytes in self._ladder("in-host average", IN_HOST_BYTES)
+            for num_bytes in self._ladder("in-host sum", IN_HOST_BYTES)
         ]
 
     def steps(self, take_step: Callable[[], None]) -> list[list[float]]:

@@ -84,9 +84,10 @@ def draw_compute_seconds(
 def host_compute_seconds(model: ClusterModel, compute_seconds: Seconds, num_model_bytes: int) -> Seconds:
     """Compute times [iterations, hosts] of whole hosts as workers from those of their ranks, [iterations, ranks].
 
-    A local step of a host is over when its last rank has computed and the gradients have been averaged inside the host.
+    A local step of a host is over when its last rank has computed, the gradients have been averaged inside the host,
+    and the parameters have been copied. (In truth, copied after the algorithm's own part of the step.)
     """
     num_iterations, num_ranks = compute_seconds.shape
     assert num_ranks % model.ranks_per_host == 0, "every host has all its ranks"
     slowest = compute_seconds.reshape(num_iterations, -1, model.ranks_per_host).max(axis=2)
-    return slowest + model.in_host_average_seconds(num_model_bytes)
+    return slowest + model.host_step_seconds(num_model_bytes)

@@ -148,6 +148,8 @@ class Checkpoints:
                 self._communicator, partial(read_sealed_json, path / "manifest.json")
             )
             if manifest is not None:
+                if "worker_of_rank" not in manifest:  # saved before hosts could be workers
+                    manifest["worker_of_rank"] = list(range(manifest["num_ranks"]))
                 _refuse_other_model(path, manifest["model"], model_fingerprint)
                 damage = self._find_damage(path, manifest)
                 if damage is None:
