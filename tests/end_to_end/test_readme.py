@@ -52,7 +52,7 @@ def run(commands: str, cwd: Path) -> str:
 
 
 def test_the_readme_has_commands_and_an_example():
-    assert len(blocks("commands")) == 4
+    assert len(blocks("commands")) == 5
     assert len(blocks("script")) == 1
 
 
