@@ -257,6 +257,38 @@ def test_one_rank_a_host_is_a_worker_a_process_bit_for_bit(chosen):
         assert np.array_equal(result["end"], expected)
 
 
+@pytest.mark.parametrize("chosen", [LASGDSettings(tau_max=1), SGPSettings()], ids=["lasgd", "sgp"])
+@pytest.mark.parametrize("begins_as_host", [True, False])
+def test_one_rank_a_host_goes_on_with_the_state_of_a_worker_a_process_and_back(chosen, begins_as_host):
+    """Their ranks belong to the same workers, so that a checkpoint of one is restored into the other."""
+
+    def as_process(chosen, model, communicator):
+        optimizer = torch.optim.SGD(model.parameters(), **SGD)
+        kind = LASGD if isinstance(chosen, LASGDSettings) else SGP
+        return kind(model, optimizer, communicator, chosen)
+
+    def body(communicator):
+        ends = []
+        for kinds in ((begins_as_host, begins_as_host), (begins_as_host, not begins_as_host)):
+            states = []
+            for is_host, steps in zip(kinds, (range(8), range(8, 16)), strict=True):
+                model = Quadratic()
+                algorithm = (build if is_host else as_process)(chosen, model, communicator)
+                for part, state in zip([model, algorithm.optimizer, algorithm], states, strict=False):
+                    part.load_state_dict(state)
+                for step in steps:
+                    model.set_gradient(communicator.rank, step)
+                    algorithm.step(1)
+                algorithm.finish()
+                states = [part.state_dict() for part in (model, algorithm.optimizer, algorithm)]
+            ends.append((model.vector(), algorithm.progress.samples))
+        return ends
+
+    for (unchanged, _), (changed, samples) in SimulatedCluster(3).run(body):
+        assert np.array_equal(unchanged, changed)
+        assert samples == 3 * 16
+
+
 def test_the_hosts_mean_gradient_is_clipped():
     """Single ranks' gradients of opposite sign are beyond the bound, their mean is not."""
 

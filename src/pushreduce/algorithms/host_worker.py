@@ -211,13 +211,15 @@ class HostWorker(Algorithm):
     def state_dict(self) -> dict[str, Any]:
         if self._in_flight:
             raise RuntimeError("a step of another host may be in flight: call finish() first")
-        inner = self._inner.state_dict() if self._inner is not None else None
-        return {"agreed_samples": self.progress.agreed_samples, "inner": inner}
+        if self._inner is None:
+            return {"agreed_samples": self.progress.agreed_samples}
+        return self._inner.state_dict()  # where a host has one rank, that of a worker a process
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.progress.agreed_samples = state["agreed_samples"]
-        if self._inner is not None:
-            self._inner.load_state_dict(state["inner"])
+        if self._inner is None:
+            self.progress.agreed_samples = state["agreed_samples"]
+        else:
+            self._inner.load_state_dict(state)
 
     def begin_at(self, samples: int) -> None:
         super().begin_at(samples)
