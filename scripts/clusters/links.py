@@ -74,17 +74,20 @@ def cut_for(name: str, numbers: Sequence[int] | None, seconds: float) -> None:
         if already := [host for host in hosts if links[host].is_cut]:
             raise UserError(f"{already[0]} of cluster {name} is cut off already: wait for the end of that")
         joins = [plan.join_command(cluster, host) for host in hosts]
-        # A process of its own, so that no outage outlives a killed command.
+        # A process of its own, so that no outage outlives a killed command. Its time begins when its input ends, once
+        # all are cut: else a short one could be over before the last is, which would then stay so.
         timer = subprocess.Popen(
             plan.later_command(seconds * cluster.time_stretch, joins, cluster),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        assert timer.stdin is not None
         try:
             for host in hosts:
                 namespaces.call(plan.cut_command(cluster, host))
+            timer.stdin.close()
         except BaseException:
             _end_now(timer, joins)
             raise

@@ -263,9 +263,9 @@ def join_command(cluster: Cluster, host: str) -> list[str]:
 
 
 def later_command(seconds: float, commands: Sequence[Sequence[str]], cluster: Cluster) -> list[str]:
-    """Runs commands after a time, as a process of the cluster's, which `down` therefore ends."""
+    """Runs commands a time after the end of its input, as a process of the cluster's, which `down` therefore ends."""
     script = "; ".join(shlex.join(command) for command in commands)
-    return ["ip", "netns", "exec", cluster.switch, "sh", "-ec", f"sleep {seconds:.3f}; {script}"]
+    return ["ip", "netns", "exec", cluster.switch, "sh", "-ec", f"cat; sleep {seconds:.3f}; {script}"]
 
 
 # Many systems let nothing below /run be executed.

@@ -172,6 +172,16 @@ def test_one_host_has_one_factor():
         plan.parse_slow_hosts(["1:2", "1:3"])
 
 
+def test_the_end_of_an_outage_waits_for_its_beginning():
+    """However short it is: a host that is cut after it has ended would stay so."""
+    command = plan.later_command(0.0, [["echo", "joined"]], Cluster("a", 2, "1mbit", 0, "sshd"))
+    inside = command[command.index("sh") :]
+    with subprocess.Popen(inside, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as timer:
+        with pytest.raises(subprocess.TimeoutExpired):
+            timer.wait(0.3)
+        assert timer.communicate()[0] == "joined\n"
+
+
 @pytest.mark.parametrize("name", ["", "A", "a-b", "../x", "_a", "a" * 32, "a b"])
 def test_names_that_could_be_paths_or_those_of_others_are_refused(name: str):
     with pytest.raises(UserError, match="--name"):
