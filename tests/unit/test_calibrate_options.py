@@ -1,4 +1,4 @@
-"""The command line of scripts/calibrate: what contradicts itself or would be ignored is refused, in one line."""
+"""scripts/calibrate: what contradicts itself or would be ignored is refused in one line; a rank that fails ends all."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
 
-from pushreduce.settings import SettingsError
+from pushreduce.communication.simulated import Aborted, SimulatedCluster
+from pushreduce.settings import DataSettings, SettingsError
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "calibrate"
 
 
 @pytest.fixture(scope="module")
-def parse():
+def calibrate():
     spec = spec_from_loader("calibrate", SourceFileLoader("calibrate", str(SCRIPT)))
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.parse
+    return module
+
+
+@pytest.fixture(scope="module")
+def parse(calibrate):
+    return calibrate.parse
 
 
 @pytest.mark.parametrize(
@@ -59,3 +67,24 @@ def test_steps_are_given_or_measured(parse) -> None:
         64,
         32,
     )
+
+
+def test_a_file_that_one_rank_cannot_read_ends_all(calibrate, tmp_path: Path) -> None:
+    """The others would wait for ever for the times of its steps."""
+    for name in ("train/cat/0.png", "train/dog/1.png", "val/cat/0.png", "val/dog/1.png"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        Image.new("RGB", (16, 16)).save(tmp_path / name)
+    (tmp_path / "train/cat/0.png").write_bytes(b"no image")
+    data = DataSettings(
+        dataset="imagefolder", data_dir=str(tmp_path), image_size=16, batch_size_per_rank=1, model="mlp"
+    )
+
+    def body(communicator) -> None:
+        take_step = calibrate.build_step(data, communicator, torch.device("cpu"))
+        for _ in range(3):
+            take_step()
+        communicator.barrier()
+
+    with pytest.raises(Aborted, match=r"0\.png") as caught:
+        SimulatedCluster(2).run(body)
+    assert caught.value.exit_code == 2
