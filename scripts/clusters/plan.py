@@ -191,7 +191,7 @@ def parse_slow_hosts(words: Sequence[str]) -> tuple[tuple[int, float], ...]:
             host, slowness = -1, math.nan
         if host < 0 or not 0 < slowness <= MAX_SLOWNESS:
             raise UserError(
-                f"--slow-host {word}: write 3:2.0 for host 3 to compute 2 times slower (up to {MAX_SLOWNESS:g})"
+                f"--slow-host {word}: write 3:2.0 for host 3 to take twice as long (up to {MAX_SLOWNESS:g})"
             )
         if host in factors:
             raise UserError(f"--slow-host {word}: host {host} has a factor already; give one")

@@ -28,8 +28,8 @@ def test_of_hosts_that_are_not_emulated_it_says_nothing():
 
 def test_every_slow_host_is_named_once():
     line = said([1.0, 2.5, 0.5])
-    assert line.count("node1 is 2.5 times slower") == 1
-    assert line.count("node2 is 0.5 times slower") == 1
+    assert line.count("node1 computes 2.5 times as long") == 1
+    assert line.count("node2 computes 0.5 times as long") == 1
     assert "node0" not in line
     assert "warning" not in line
     assert "stretched" not in line

@@ -91,7 +91,7 @@ def about_emulated_hosts(settings: Settings, by_rank: list[dict[str, Any]]) -> l
     """What to bear in mind when reading this run's times, or why they mean nothing; nothing on real hosts."""
     time_stretch = by_rank[0]["time_stretch"]
     slowness = {each["host"]["name"]: each["host"]["slowness"] for each in by_rank}
-    slow = [f"{name} is {factor:g} times slower" for name, factor in slowness.items() if factor != 1]
+    slow = [f"{name} computes {factor:g} times as long" for name, factor in slowness.items() if factor != 1]
     facts = ", ".join([f"time is stretched by {time_stretch:g}"] * (time_stretch != 1) + slow)
     if not facts:
         return []
