@@ -88,3 +88,12 @@ def test_a_file_that_one_rank_cannot_read_ends_all(calibrate, tmp_path: Path) ->
     with pytest.raises(Aborted, match=r"0\.png") as caught:
         SimulatedCluster(2).run(body)
     assert caught.value.exit_code == 2
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_minute(calibrate, tmp_path: Path) -> None:
+    calibrate.check_output(tmp_path / "cluster.yaml")
+    (tmp_path / "taken.yaml").mkdir()
+    with pytest.raises(ValueError, match="cannot be written"):
+        calibrate.check_output(tmp_path / "taken.yaml")
+    with pytest.raises(ValueError, match="is no directory"):
+        calibrate.check_output(tmp_path / "none" / "cluster.yaml")
