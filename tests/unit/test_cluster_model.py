@@ -160,3 +160,23 @@ def test_draws_lie_in_their_intervals_nineteen_times_of_twenty() -> None:
             assert {getattr(draw, item.name) for draw in draws} == {getattr(model, item.name)}
     logarithms = np.array([math.log(draw.step_seconds / model.step_seconds) for draw in draws])
     assert 0.93 < (np.abs(logarithms) < math.log(1.2)).mean() < 0.97
+
+
+@given(st.integers(2, 40), st.integers(1, 4), st.integers(1, 100_000_000))
+def test_hosts_first_is_an_average_inside_and_one_of_leaders(
+    num_hosts: int, ranks_per_host: int, num_bytes: int
+) -> None:
+    model = replace(
+        MODEL,
+        num_hosts=num_hosts,
+        ranks_per_host=ranks_per_host,
+        in_host_latency_seconds=0.003,
+        in_host_seconds_per_byte=1e-9,
+        averages_hosts_first=True,
+    )
+    inside = 0.003 + 1e-9 * num_bytes if ranks_per_host > 1 else 0.0
+    leaders = replace(MODEL, num_hosts=num_hosts)
+    assert model.average_message_seconds(num_bytes, model.num_ranks) == pytest.approx(
+        inside + leaders.average_message_seconds(num_bytes, num_hosts)
+    )
+    assert model.average_message_seconds(num_bytes, ranks_per_host) == pytest.approx(inside)

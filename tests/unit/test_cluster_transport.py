@@ -56,11 +56,18 @@ def average_end(num_bytes, delay=lambda rank: 0.0, name="x"):
     st.integers(1, 24),
     st.sampled_from([0, 4, 400, 40_000, 1_000_000]),
     st.sampled_from([1000, 30_000, 1 << 24]),
+    st.booleans(),
 )
 def test_an_average_alone_takes_its_closed_form_from_the_last_entry(
-    num_hosts, ranks_per_host, num_ranks, num_bytes, segment_bytes
+    num_hosts, ranks_per_host, num_ranks, num_bytes, segment_bytes, averages_hosts_first
 ):
-    model = replace(MODEL, num_hosts=num_hosts, ranks_per_host=ranks_per_host, segment_bytes=segment_bytes)
+    model = replace(
+        MODEL,
+        num_hosts=num_hosts,
+        ranks_per_host=ranks_per_host,
+        segment_bytes=segment_bytes,
+        averages_hosts_first=averages_hosts_first,
+    )
     num_ranks = min(num_ranks, model.num_ranks)
     cluster = simulated_cluster(model, num_ranks=num_ranks)
     ends = cluster.run(average_end(num_bytes, lambda rank: 0.5 * rank))

@@ -248,3 +248,12 @@ def check_pushes(model: ClusterModel, num_ranks: int, settings: SGPSettings) -> 
     )
     line = push_timing.sgp(model, 4 * NUM_PARAMETERS, compute, topology, settings.tau)
     assert_same(line, run_pages(model, compute, lambda *arguments: SGP(*arguments, settings, seed=7)))
+
+
+@pytest.mark.parametrize("program", [timing.allreduce, timing.overlapped_allreduce])
+def test_without_a_tally_only_its_average_is_missing(program) -> None:
+    compute = compute_seconds(4, 0)
+    parameter_bytes = [1000, 2000, 3000]
+    with_tally = program(MODEL, parameter_bytes, compute).iteration_seconds(0)
+    without = program(MODEL, parameter_bytes, compute, has_tally=False).iteration_seconds(0)
+    assert with_tally - without == pytest.approx(MODEL.average_message_seconds(8 * (6 + 3), 4))

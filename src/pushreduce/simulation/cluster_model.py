@@ -83,6 +83,9 @@ class ClusterModel:
     """A barrier between the ranks of a host."""
     in_host_seconds_per_byte: float = 0.0
     """What is summed up or copied in memory that the ranks of a host share, per byte of a rank's buffer."""
+    averages_hosts_first: bool = False
+    """Averages over several hosts are taken inside each host first, then over one rank a host (Horovod's hierarchical
+    all-reduce; NCCL's rings, too, use each host's link once)."""
     step_jitter: float = 0.0
     """Standard deviation of a step's time, relative to its mean; lognormal."""
     rank_slowness: tuple[float, ...] | None = None
@@ -118,6 +121,10 @@ class ClusterModel:
         """Where a rank is."""
         return rank // self.ranks_per_host
 
+    def leaders(self) -> ClusterModel:
+        """The cluster as the leaders of its hosts see it: one rank a host."""
+        return replace(self, ranks_per_host=1, rank_slowness=None)
+
     def average_seconds(self, num_bytes: int, num_ranks: int) -> float:
         """Seconds of an average of `num_bytes` over the first `num_ranks` ranks, alone on the links.
 
@@ -130,7 +137,8 @@ class ClusterModel:
         - with fewer elements than ranks recursive doubling, log2 n messages of the whole.
 
         The latter two take two more messages of the whole where n is no power of two. Of a ring, the ranks of a host
-        use its link one at a time; in the others all at once, but not for the messages within the host.
+        use its link one at a time; in the others all at once, but not for the messages within the host. With
+        `averages_hosts_first` n is the number of hosts, and the average inside a host comes on top.
         """
         if num_ranks == 1:
             return 0.0
@@ -142,6 +150,11 @@ class ClusterModel:
         """`average_seconds` without its overhead: of an average that Horovod negotiates together with another one."""
         if num_ranks <= self.ranks_per_host:
             return self.in_host_average_seconds(num_bytes)
+        if self.averages_hosts_first and self.ranks_per_host > 1:
+            num_hosts = self.host_of(num_ranks - 1) + 1
+            return self.in_host_average_seconds(num_bytes) + self.leaders().average_message_seconds(
+                num_bytes, num_hosts
+            )
         seconds = self.average_seconds_per_byte * num_bytes
         num_full, rest = divmod(num_bytes, self.segment_bytes)
         if num_full:

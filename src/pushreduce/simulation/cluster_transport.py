@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from pushreduce.communication.simulated import SimulatedCluster
@@ -180,9 +180,10 @@ class _Costs:
 def _costs(model: ClusterModel, members: Sequence[int], num_bytes: int) -> _Costs:
     size, hosts = len(members), sorted({model.host_of(rank) for rank in members})
     if len(hosts) == size:  # their leaders, of which each has a link to itself
-        model = replace(model, ranks_per_host=1, rank_slowness=None)
+        model = model.leaders()
     overhead_seconds = model.average_overhead_seconds
     overhead_seconds += model.average_overhead_seconds_per_doubling * math.log2(size)
+    ring_size = len(hosts) if model.averages_hosts_first else size
     num_full, rest = divmod(num_bytes, model.segment_bytes)
     ring_bytes = rest if rest >= model.ring_from_bytes else 0
     if model.segment_bytes >= model.ring_from_bytes:
@@ -191,5 +192,5 @@ def _costs(model: ClusterModel, members: Sequence[int], num_bytes: int) -> _Cost
         overhead_seconds,
         model.average_seconds(num_bytes, size) - overhead_seconds,
         hosts,
-        2 * (size - 1) / size * ring_bytes if len(hosts) > 1 else 0.0,
+        2 * (ring_size - 1) / ring_size * ring_bytes if len(hosts) > 1 else 0.0,
     )

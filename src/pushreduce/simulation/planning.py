@@ -24,7 +24,7 @@ from pushreduce.simulation.time_line import (
     draw_compute_seconds,
     host_compute_seconds,
 )
-from pushreduce.simulation.timing import allreduce, lasgd, leaders_of, overlapped_allreduce
+from pushreduce.simulation.timing import allreduce, lasgd, overlapped_allreduce
 
 NUM_WARM_UP, NUM_ITERATIONS = 20, 120
 _MAX_DRAWS, _MIN_DRAWS = 20, 5
@@ -194,7 +194,7 @@ def _iteration_and_exposed_seconds(
     worker_seconds = compute_seconds
     if variant.worker_is_host:
         worker_seconds = host_compute_seconds(model, compute_seconds, sum(parameter_bytes))
-        model = leaders_of(model)
+        model = model.leaders()
     line = variant.program(model, parameter_bytes, worker_seconds)
     in_host = float(worker_seconds.mean() - compute_seconds.mean())  # waiting there, too, is exposed
     return line.iteration_seconds(NUM_WARM_UP), line.mean_blocked_seconds(NUM_WARM_UP) + in_host

@@ -4,14 +4,13 @@ Owns when a worker waits and for whom, as `algorithms/allreduce.py` and `algorit
 pages and this module against each other to 1e-9. SGP's messages share links: `push_timing.py`. Does not own what an
 average takes (`cluster_model.py`) or how compute times are distributed: they are given, [iterations, workers].
 
-Where whole hosts are the workers (`--worker host`), give `leaders_of(model)` and `host_compute_seconds`.
+Where whole hosts are the workers (`--worker host`), give `model.leaders()` and `host_compute_seconds`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -23,26 +22,25 @@ _LASGD_TALLY_BYTES = 16
 """Behind the weights (`algorithms/tally.py`)."""
 
 
-def leaders_of(model: ClusterModel) -> ClusterModel:
-    """The cluster as the leaders of its hosts see it: one rank a host."""
-    return replace(model, ranks_per_host=1, rank_slowness=None)
-
-
-def allreduce(model: ClusterModel, parameter_bytes: Sequence[int], compute_seconds: Seconds) -> TimeLine:
+def allreduce(
+    model: ClusterModel, parameter_bytes: Sequence[int], compute_seconds: Seconds, *, has_tally: bool = True
+) -> TimeLine:
     """SGD-AR whose gradients are averaged after the backward pass.
 
     Args:
         parameter_bytes: of each parameter, in forward order.
         compute_seconds: [iterations, workers].
+        has_tally: with this program's small average that makes unequal batches right. PyTorch DDP has none.
     """
     num_workers = compute_seconds.shape[1]
     seconds = model.average_seconds(sum(parameter_bytes), num_workers)
-    seconds += _tally_seconds(model, len(parameter_bytes), num_workers)
+    if has_tally:
+        seconds += _tally_seconds(model, len(parameter_bytes), num_workers)
     return _in_step(compute_seconds, compute_seconds.max(axis=1) + seconds)
 
 
 def overlapped_allreduce(
-    model: ClusterModel, parameter_bytes: Sequence[int], compute_seconds: Seconds
+    model: ClusterModel, parameter_bytes: Sequence[int], compute_seconds: Seconds, *, has_tally: bool = True
 ) -> TimeLine:
     """SGD-AR that sends gradients while the backward pass goes on, as Horovod and PyTorch DDP do.
 
@@ -59,7 +57,7 @@ def overlapped_allreduce(
     num_parameters = len(parameter_bytes)
     ready_shares = FORWARD_SHARE + (1 - FORWARD_SHARE) * np.arange(1, num_parameters + 1) / num_parameters
     known: dict[int, float] = {}  # bytes -> seconds of their average: the same few come again and again
-    tally_seconds = _tally_seconds(model, num_parameters, num_workers)
+    tally_seconds = _tally_seconds(model, num_parameters, num_workers) if has_tally else 0.0
 
     def iteration_seconds(slowest_seconds: float) -> float:
         """All begin together, so that a gradient is ready on all ranks when it is on the slowest."""
