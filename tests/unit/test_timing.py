@@ -257,3 +257,11 @@ def test_without_a_tally_only_its_average_is_missing(program) -> None:
     with_tally = program(MODEL, parameter_bytes, compute).iteration_seconds(0)
     without = program(MODEL, parameter_bytes, compute, has_tally=False).iteration_seconds(0)
     assert with_tally - without == pytest.approx(MODEL.average_message_seconds(8 * (6 + 3), 4))
+
+
+def test_without_computation_all_gradients_are_ready_at_once() -> None:
+    compute = np.zeros((3, 4))
+    np.testing.assert_array_equal(
+        timing.overlapped_allreduce(MODEL, [1000, 2000], compute).end_seconds,
+        timing.allreduce(MODEL, [1000, 2000], compute).end_seconds,
+    )

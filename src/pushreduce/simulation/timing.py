@@ -51,30 +51,33 @@ def overlapped_allreduce(
     Args: see `allreduce`.
     """
     num_workers = compute_seconds.shape[1]
-    sums = [0]
-    for num_bytes in reversed(parameter_bytes):
-        sums.append(sums[-1] + num_bytes)
     num_parameters = len(parameter_bytes)
+    sums = np.concatenate(([0], np.cumsum(parameter_bytes[::-1], dtype=np.int64)))
     ready_shares = FORWARD_SHARE + (1 - FORWARD_SHARE) * np.arange(1, num_parameters + 1) / num_parameters
     known: dict[int, float] = {}  # bytes -> seconds of their average: the same few come again and again
-    tally_seconds = _tally_seconds(model, num_parameters, num_workers) if has_tally else 0.0
 
-    def iteration_seconds(slowest_seconds: float) -> float:
-        """All begin together, so that a gradient is ready on all ranks when it is on the slowest."""
-        ready = ready_shares * slowest_seconds
-        now, num_sent = 0.0, 0
-        while num_sent < num_parameters:
-            now = max(now, float(ready[num_sent]))
-            num_ready = int(np.searchsorted(ready, now, side="right"))
-            num_bytes = sums[num_ready] - sums[num_sent]
-            if num_bytes not in known:
-                known[num_bytes] = model.average_seconds(num_bytes, num_workers)
-            now += known[num_bytes]
-            num_sent = num_ready
-        return now + tally_seconds  # which goes with the last gradients
+    def average_seconds(num_bytes: int) -> float:
+        if num_bytes not in known:
+            known[num_bytes] = model.average_seconds(num_bytes, num_workers)
+        return known[num_bytes]
 
+    # All begin together, so that a gradient is ready on all ranks when it is on the slowest; iterations are independent
+    # of each other, and the k-th averages of all are dealt with at once.
     slowest = compute_seconds.max(axis=1)
-    return _in_step(compute_seconds, np.array([iteration_seconds(seconds) for seconds in slowest.tolist()]))
+    now, num_sent = np.zeros(len(slowest)), np.zeros(len(slowest), np.int64)
+    while len(left := np.flatnonzero(num_sent < num_parameters)):
+        first = num_sent[left]
+        begin = np.maximum(now[left], ready_shares[first] * slowest[left])
+        is_timed = slowest[left] > 0  # else all is ready at once
+        share = np.divide(begin, slowest[left], out=np.ones(len(left)), where=is_timed)
+        num_ready = np.searchsorted(ready_shares, share, side="right")
+        num_ready = np.maximum(num_ready, first + 1)  # a quotient that was rounded down must not stop it
+        num_bytes = sums[num_ready] - sums[first]
+        now[left] = begin + [average_seconds(each) for each in num_bytes.tolist()]
+        num_sent[left] = num_ready
+    if has_tally:  # it goes with the last gradients
+        now += _tally_seconds(model, num_parameters, num_workers)
+    return _in_step(compute_seconds, now)
 
 
 def lasgd(model: ClusterModel, num_model_bytes: int, compute_seconds: Seconds, tau_max: int) -> TimeLine:
