@@ -183,6 +183,17 @@ def test_hosts_as_workers() -> None:
     )
 
 
+@pytest.mark.parametrize("seed", [1, 3, 9])
+def test_pushes_where_a_fast_sender_waits_before_the_next_one(seed: int) -> None:
+    """Steps differ so much that a slot is awaited by a sender of a later round than the next."""
+    compute = np.random.default_rng(seed).lognormal(-0.5, 1.0, (NUM_STEPS, 16))
+    model = replace(MODEL, num_hosts=16)
+    line = push_timing.sgp(model, 4 * NUM_PARAMETERS, compute, build_topology("exponential", 16), 1)
+    assert_same(
+        line, run_pages(model, compute, lambda *arguments: SGP(*arguments, SGPSettings(tau=1), seed=7))
+    )
+
+
 # -- what the pages cannot do in virtual time ------------------------------------------------------------------------
 
 

@@ -89,8 +89,8 @@ class _Worker:
         """The last sending round whose message has arrived in each slot."""
         self.granted_seconds = [0.0] * num_slots
         """When the sender of the expected round knows that it may write."""
-        self.awaited_by: list[int | None] = [None] * num_slots
-        """Who waits to write into each slot."""
+        self.awaited_by: list[dict[int, int]] = [{} for _ in range(num_slots)]
+        """Who waits to write into each slot, by sending round: a fast sender may wait before the next one does."""
 
 
 class _Pushing:
@@ -164,7 +164,7 @@ class _Pushing:
         for number in range(worker.num_reserved, len(receivers)):
             receiver, slot = self._workers[receivers[number]], slot_round + places[number]
             if receiver.expected[slot] != worker.sending_round:
-                receiver.awaited_by[slot] = rank
+                receiver.awaited_by[slot][worker.sending_round] = rank
                 return
             if receiver.granted_seconds[slot] > now:
                 self._queue.at(receiver.granted_seconds[slot], partial(self._reserve, rank))
@@ -234,9 +234,8 @@ class _Pushing:
                 is_far = self._workers[senders[place]].host != worker.host
                 granted = self._queue.now() + (self._latency_seconds if is_far else 0.0)
                 worker.granted_seconds[slot] = granted
-                if (waiting := worker.awaited_by[slot]) is not None:
+                if (waiting := worker.awaited_by[slot].pop(later, None)) is not None:
                     assert waiting == senders[place]
-                    worker.awaited_by[slot] = None
                     self._queue.at(granted, partial(self._reserve, waiting))
 
     def _go_on_if_complete(self, rank: int) -> None:
