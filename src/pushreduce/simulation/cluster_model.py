@@ -142,12 +142,16 @@ class ClusterModel:
         """
         if num_ranks == 1:
             return 0.0
-        seconds = self.average_overhead_seconds
-        seconds += self.average_overhead_seconds_per_doubling * math.log2(num_ranks)
-        return seconds + self.average_message_seconds(num_bytes, num_ranks)
+        return self.negotiation_seconds(num_ranks) + self.average_message_seconds(num_bytes, num_ranks)
+
+    def negotiation_seconds(self, num_ranks: int) -> float:
+        """Seconds from when the last rank has posted an average, or several, to where Horovod begins with the first."""
+        return self.average_overhead_seconds + self.average_overhead_seconds_per_doubling * math.log2(
+            num_ranks
+        )
 
     def average_message_seconds(self, num_bytes: int, num_ranks: int) -> float:
-        """`average_seconds` without its overhead: of an average that Horovod negotiates together with another one."""
+        """`average_seconds` without negotiation: of an average that Horovod negotiates together with another one."""
         if num_ranks <= self.ranks_per_host:
             return self.in_host_average_seconds(num_bytes)
         if self.averages_hosts_first and self.ranks_per_host > 1:
@@ -187,8 +191,11 @@ class ClusterModel:
 
         The message is followed by a counter, one latency more, which tells the receiver of it.
         """
-        seconds = self.put_overhead_seconds + num_bytes * self.put_seconds_per_byte
-        return seconds + self.message_seconds(num_bytes) + self.latency_seconds
+        return self.hand_over_seconds(num_bytes) + self.message_seconds(num_bytes) + self.latency_seconds
+
+    def hand_over_seconds(self, num_bytes: int) -> float:
+        """Seconds from the sending of a mailbox's message to where its first byte is on the link, if it takes one."""
+        return self.put_overhead_seconds + num_bytes * self.put_seconds_per_byte
 
     def in_host_average_seconds(self, num_bytes: int) -> float:
         """Seconds of what ends in one barrier of a host's ranks, having summed up or copied `num_bytes`."""

@@ -10,7 +10,6 @@ Horovod's averages, what goes past Horovod, and the messages of mailboxes do not
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -77,8 +76,8 @@ class ClusterTransport:
         """A transfer between the hosts, once the message is handed over; in a host it is that alone."""
         model, scheduler = self._model, self._scheduler
         hosts = model.host_of(source), model.host_of(target)
-        seconds = model.put_overhead_seconds + num_bytes * model.put_seconds_per_byte
-        scheduler.at(scheduler.now + seconds, partial(self._network.transfer, *hosts, num_bytes, on_arrival))
+        handed_over = scheduler.now + model.hand_over_seconds(num_bytes)
+        scheduler.at(handed_over, partial(self._network.transfer, *hosts, num_bytes, on_arrival))
 
     def put_counter(self, source: int, target: int, on_arrival: Callable[[], None]) -> None:
         """One latency between hosts."""
@@ -129,8 +128,8 @@ class _HorovodQueue:
             else:
                 fused[key] = operation
         self._agreed, self._posted = list(fused.values()), []
-        overhead_seconds = max(_costs(self._model, each.members, 0).overhead_seconds for each in self._agreed)
-        self._scheduler.at(self._scheduler.now + overhead_seconds, self._begin)
+        seconds = max(self._model.negotiation_seconds(len(each.members)) for each in self._agreed)
+        self._scheduler.at(self._scheduler.now + seconds, self._begin)
 
     def _begin(self) -> None:
         operation = self._agreed[0]
@@ -168,10 +167,8 @@ def _show_end_to_all(scheduler: Scheduler, size: int, show_end: Callable[[int], 
 class _Costs:
     """Of a collective operation between two ranks or more."""
 
-    overhead_seconds: float
-    """What it costs Horovod to begin."""
     message_seconds: float
-    """What the rest takes, undisturbed."""
+    """Undisturbed; without negotiation where it is Horovod's."""
     hosts: Sequence[int]
     link_bytes: float
     """That go from each of `hosts` to the next, if it is a ring."""
@@ -181,16 +178,13 @@ def _costs(model: ClusterModel, members: Sequence[int], num_bytes: int) -> _Cost
     size, hosts = len(members), sorted({model.host_of(rank) for rank in members})
     if len(hosts) == size:  # their leaders, of which each has a link to itself
         model = model.leaders()
-    overhead_seconds = model.average_overhead_seconds
-    overhead_seconds += model.average_overhead_seconds_per_doubling * math.log2(size)
     ring_size = len(hosts) if model.averages_hosts_first else size
     num_full, rest = divmod(num_bytes, model.segment_bytes)
     ring_bytes = rest if rest >= model.ring_from_bytes else 0
     if model.segment_bytes >= model.ring_from_bytes:
         ring_bytes += num_full * model.segment_bytes
     return _Costs(
-        overhead_seconds,
-        model.average_seconds(num_bytes, size) - overhead_seconds,
+        model.average_message_seconds(num_bytes, size),
         hosts,
         2 * (ring_size - 1) / ring_size * ring_bytes if len(hosts) > 1 else 0.0,
     )

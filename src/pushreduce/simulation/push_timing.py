@@ -112,7 +112,7 @@ class _Pushing:
         self._num_slot_rounds = min(tau, 1) + 2
         self._num_places = topology.max_in_degree
         self._message_bytes = message_bytes
-        self._hand_over_seconds = model.put_overhead_seconds + message_bytes * model.put_seconds_per_byte
+        self._hand_over_seconds = model.hand_over_seconds(message_bytes)
         self._latency_seconds = model.latency_seconds
         self._compute_seconds: list[list[float]] = compute_seconds.tolist()
         self._num_iterations = num_iterations
