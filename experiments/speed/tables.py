@@ -60,8 +60,7 @@ def write(folder: Path) -> None:
     write_csv(folder / "steps_per_allreduce.csv", ("num_minibatches", "count"), rows)
     tables = [table_of_measures(results), table_of_iterations(steps), table_of_counts(counts)]
     (folder / "results.md").write_text("\n".join(tables))
-    if (folder / "README.md").exists():
-        insert_table(folder / "README.md", folder / "results.md")
+    insert_table(folder / "README.md", folder / "results.md")
     sizes = {row["num_hosts"] for row in steps} - {pieces.TRIAL.num_hosts}
     if sizes:
         draw(by_key(row for row in steps if row["num_hosts"] in sizes), folder / "figure.png")
