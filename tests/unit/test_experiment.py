@@ -1,8 +1,10 @@
-"""scripts/experiment's tables: they go into README files without loss."""
+"""scripts/experiment: its tables go into README files without loss, and mistakes in its plan are one line."""
 
 from __future__ import annotations
 
 import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
@@ -35,3 +37,50 @@ def test_a_table_without_an_end_is_refused_before_anything_is_lost(tmp_path: Pat
     with pytest.raises(ValueError, match="no <!-- end of table -->"):
         insert_table(readme, table)
     assert readme.read_text() == BEFORE + "More.\n"
+
+
+@pytest.fixture(scope="module")
+def experiment():
+    spec = spec_from_loader(
+        "experiment", loader := SourceFileLoader("experiment", str(ROOT / "scripts" / "experiment"))
+    )
+    assert spec is not None
+    sys.modules["experiment"] = module = module_from_spec(spec)  # where its dataclass looks
+    loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("seeds: [0", "runs.yaml: while parsing"),
+        ("- 1", "needs `seeds` and `variants`"),
+        ("{seeds: [0], num_ranks: 2}", "needs `seeds` and `variants`"),
+        ("{seeds: [0], variants: {a: --tau 1}}", "runs.yaml: it needs num_ranks"),
+        ("{seeds: [0], variants: {a: --tau 1}, cluster: c, num_ranks: 2}", "it needs num_hosts"),
+        (
+            "{seeds: [0], variants: {a: --tau 1}, groups: {large: {num_hosts: 2}}}",
+            "group large needs num_ranks",
+        ),
+        ("{seeds: [0], variants: {a: --tau 1}, groups: {large: }}", "group large needs num_ranks"),
+        ("{seeds: [0], variants: {a: --tau 1}, groups: [large]}", "groups must be a mapping"),
+        ("{seeds: [0], variants: {a: --tau 1}, num_ranks: 2, baseline: b}", "baseline b is none"),
+    ],
+)
+def test_mistakes_in_a_plan_are_one_line(text, words, experiment, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(experiment, "ROOT", tmp_path)
+    (folder := tmp_path / "experiments" / "new").mkdir(parents=True)
+    (folder / "settings.yaml").touch()
+    (folder / "runs.yaml").write_text(text)
+    with pytest.raises(ValueError, match=words) as caught:
+        experiment.read_plan(folder)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="name a folder of experiments/"):
+        experiment.read_plan(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("experiments/**/runs.yaml")), ids=lambda path: path.parent.name
+)
+def test_plans_of_this_repository_are_complete(path: Path, experiment) -> None:
+    assert experiment.read_plan(path.parent)["groups"]
