@@ -105,6 +105,18 @@ def test_averages_posted_together_are_agreed_on_together_and_fused_by_dtype():
         assert ends == pytest.approx((fused, fused + MODEL.average_seconds(16, 4) - overhead), rel=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_sent_and_summed_in_float32_as_by_horovod(dtype):
+    def body(communicator):
+        mean = communicator.average(torch.full((10_000,), 1.0 + communicator.rank / 64, dtype=dtype), "x")
+        return communicator.clock.now(), mean
+
+    for end, mean in simulated_cluster(MODEL).run(body):
+        assert end == pytest.approx(MODEL.average_seconds(4 * 10_000, 4), rel=1e-9)
+        # Sums of three or four need more bits than bfloat16 has above 2.
+        assert torch.equal(mean, torch.full((10_000,), 1.0 + 1.5 / 64).to(dtype))
+
+
 def test_barriers_go_past_horovod():
     def body(communicator):
         handle = communicator.average_async(floats(1_000_000), "weights")

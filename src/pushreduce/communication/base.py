@@ -80,6 +80,11 @@ class HostGroup(ABC):
         self.barrier(rows[0].nbytes)
 
 
+def dtype_of_sum(dtype: torch.dtype) -> torch.dtype:
+    """What an average of `dtype` is sent and summed in: Horovod 0.28 has no bfloat16, and sums float16 in float16."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 @dataclass(frozen=True)
 class HostSplit:
     """A rank's place where the hosts, not the ranks, are the workers."""

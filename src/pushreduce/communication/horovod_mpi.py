@@ -20,7 +20,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch.mpi_ops import _allreduce_async
 
 from pushreduce.communication import host_leaders, startup
-from pushreduce.communication.base import Clock, Communicator, Handle, HostSplit
+from pushreduce.communication.base import Clock, Communicator, Handle, HostSplit, dtype_of_sum
 from pushreduce.communication.environment import transport_settings
 from pushreduce.communication.host_memory import HostMemory
 from pushreduce.communication.mailbox import Mailbox, MailboxError
@@ -69,9 +69,8 @@ class HorovodMPI(Communicator):
             return MeanOfOne(buffer.clone() if out is None else out.copy_(buffer))
         result = torch.empty_like(buffer) if out is None else out
         source, work = buffer, result
-        if buffer.dtype in (torch.bfloat16, torch.float16):
-            # Horovod 0.28 has no bfloat16, and sums float16 in float16.
-            source = work = buffer.float()
+        if (wire := dtype_of_sum(buffer.dtype)) != buffer.dtype:
+            source = work = buffer.to(wire)
         elif buffer.stride() != work.stride():
             source = work.copy_(buffer)
         self._claim(name)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from pushreduce.communication.base import Communicator, HostGroup, HostSplit
+from pushreduce.communication.base import Communicator, HostGroup, HostSplit, dtype_of_sum
 from pushreduce.communication.simulated_exchange import Exchange, Meeting
 from pushreduce.communication.simulated_mailbox import SimulatedMailbox
 from pushreduce.communication.simulated_transport import JitteryTransport, Transport
@@ -141,9 +141,10 @@ class SimulatedCommunicator(Communicator):
         self._num_uses[name] += 1
         kind = f"average {name!r} (use {use}) of {tuple(buffer.shape)} {buffer.dtype}"
         sent = buffer.detach().clone()
-        horovod_kind = f"average of {buffer.dtype}"
+        wire = dtype_of_sum(buffer.dtype)
+        num_bytes, horovod_kind = buffer.numel() * wire.itemsize, f"average of {wire}"
         meeting = self._exchange.meet(
-            self.rank, (name, use), kind, sent, buffer.nbytes, horovod_kind=horovod_kind
+            self.rank, (name, use), kind, sent, num_bytes, horovod_kind=horovod_kind
         )
         handle = self._outstanding[name] = _Handle(self, name, meeting, buffer.detach(), out)
         return handle

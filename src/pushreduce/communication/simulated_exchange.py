@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pushreduce.communication.base import dtype_of_sum
 from pushreduce.communication.simulated_transport import Transport
 from pushreduce.communication.virtual_time import Deadlock, Scheduler
 
@@ -32,12 +33,13 @@ class Meeting:
         self._mean: torch.Tensor | None = None
 
     def mean(self) -> torch.Tensor:
-        """Of the tensors of all ranks, summed in rank order in their own dtype."""
+        """Of the tensors of all ranks, summed in rank order."""
         if self._mean is None:
-            total = self.values[0].clone()
+            dtype = self.values[0].dtype
+            total = self.values[0].to(dtype_of_sum(dtype), copy=True)
             for rank in range(1, self.size):
                 total += self.values[rank]
-            self._mean = total.div_(self.size)
+            self._mean = total.div_(self.size).to(dtype)
         return self._mean
 
     def describe(self) -> str:
