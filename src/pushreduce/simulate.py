@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pushreduce.simulation.cluster_model import ClusterModel
 
 MAX_RECORDED_RANKS = 16
-"""Of more ranks, so many are recorded, rank 0 and others evenly spread: a thousand files would tell no more."""
+"""Of more ranks, at most so many are recorded, rank 0 and others at equal distances: more files would tell no more."""
 _DEFAULT_LINK_BITS_PER_SECOND = 10e9
 _DEFAULT_LATENCY_SECONDS = 50e-6
 
