@@ -51,8 +51,8 @@ PIECES = {
     for piece in (
         Piece(8, _EVERYTHING, rounds=6, lead_in=3, steps=20, stretch=1.0),
         Piece(6, (ALL_REDUCE,), rounds=6, lead_in=0, steps=20, stretch=1.0),
-        Piece(4, (*OURS, *OTHERS), rounds=4, lead_in=3, steps=20, stretch=2.0),
-        Piece(16, (*OURS, *OTHERS, INTENSIVE), rounds=4, lead_in=3, steps=20, stretch=2.0),
+        Piece(4, (*OURS, *OTHERS), rounds=6, lead_in=3, steps=20, stretch=2.0),
+        Piece(16, (*OURS, *OTHERS, INTENSIVE), rounds=6, lead_in=3, steps=20, stretch=2.0),
         TRIAL,
     )
 }

@@ -11,7 +11,7 @@ import pytest
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "speed"
 sys.path.insert(0, str(EXPERIMENT))
 from blocks import keep_complete_rounds, read  # noqa: E402
-from pieces import ALL_REDUCE, INTENSIVE, NUM_PARAMETERS, PIECES, Piece  # noqa: E402
+from pieces import ALL_REDUCE, INTENSIVE, NUM_PARAMETERS, PIECES, TRIAL, Piece  # noqa: E402
 from tables import measures, summarise, write  # noqa: E402
 
 PIECE = Piece(8, ("a", "b"), rounds=4, lead_in=1, steps=2, stretch=2.0)
@@ -110,8 +110,9 @@ def test_everything_is_written_also_of_a_part(tmp_path):
 
 def test_the_pieces_measure_what_the_figures_are_made_of():
     eight = PIECES[8]
-    assert eight.rounds >= 5
     assert eight.rounds * eight.steps >= 100
+    # A bootstrap interval of fewer than 6 values' median holds it less often than in 95 of 100 cases.
+    assert all(piece.rounds >= 6 for piece in PIECES.values() if piece is not TRIAL)
     assert all(piece.rounds % 2 == 0 for piece in PIECES.values())
     assert PIECES[4].stretch == PIECES[16].stretch  # they are compared with each other
     needed = {"SGD-AR, no overlap", "SGD-AR", "LASGD(1)", "LASGD(5)", "SGP", "OSGP(1)"}
