@@ -36,6 +36,14 @@ def test_workers_of_unequal_pace_count_by_their_steps() -> None:
     assert line.mean_blocked_seconds(10) == pytest.approx(0.0, abs=1e-12)
 
 
+@pytest.mark.parametrize("spread", [1e-12, 0.1])
+def test_workers_that_end_at_nearly_the_same_time_lose_no_step(spread: float) -> None:
+    compute = np.ones((30, 4))
+    compute[0] += spread * np.arange(4)
+    line = TimeLine(compute, np.cumsum(compute, axis=0))
+    assert line.iteration_seconds(10) == pytest.approx(1.0, rel=1e-9)
+
+
 def test_what_is_before_the_end_of_the_warm_up_does_not_count() -> None:
     compute = np.ones((20, 2))
     compute[:5] = 100.0

@@ -244,7 +244,7 @@ def _sentence(chosen: Sequence[Prediction], others: Sequence[Prediction]) -> str
     ranks = f"{first} ranks" if first == last.num_ranks else f"{first} to {last.num_ranks} ranks"
     baseline = next(each for each in others if each.variant == SGD_AR)
     waits = (
-        f"SGD-AR waits {1e3 * baseline.exposed_seconds.value:.1f} of the "
+        f"SGD-AR waits {1e3 * max(0.0, baseline.exposed_seconds.value):.1f} of the "
         f"{1e3 * baseline.iteration_seconds.value:.1f} ms of an iteration"
     )
     if last.variant == SGD_AR:

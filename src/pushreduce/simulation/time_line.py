@@ -46,10 +46,15 @@ class TimeLine:
     def iteration_seconds(self, num_warm_up: int) -> float:
         """Mean time of an iteration, by the steps that all workers together take in a time in which all are at work.
 
-        The first `num_warm_up` steps of the slowest worker are left out.
+        The first `num_warm_up` steps of the slowest worker are left out. Of a step that is within that time in part,
+        this part counts: workers that end at nearly the same time would otherwise lose their last steps, all but one.
         """
         begin, end = self._window(num_warm_up)
-        num_steps = np.count_nonzero((self.end_seconds > begin) & (self.end_seconds <= end))
+        numbers = np.arange(len(self.end_seconds) + 1)
+        num_steps = sum(
+            float(np.diff(np.interp((begin, end), (0.0, *ends), numbers))[0])
+            for ends in self.end_seconds.T.tolist()
+        )
         return (end - begin) * self.end_seconds.shape[1] / num_steps
 
     def mean_blocked_seconds(self, num_warm_up: int) -> float:
