@@ -206,6 +206,7 @@ def test_the_closed_form_of_a_ring_is_the_time_of_its_messages(num_hosts, ranks_
         average_overhead_seconds=0.0,
         average_overhead_seconds_per_doubling=0.0,
         average_seconds_per_byte=0.0,
+        averages_hosts_first=False,
     )
     num_bytes = 1_000_000
     messages = ring_allreduce([model.host_of(rank) for rank in range(model.num_ranks)], num_bytes)

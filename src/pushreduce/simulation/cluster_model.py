@@ -83,9 +83,9 @@ class ClusterModel:
     """A barrier between the ranks of a host."""
     in_host_seconds_per_byte: float = 0.0
     """What is summed up or copied in memory that the ranks of a host share, per byte of a rank's buffer."""
-    averages_hosts_first: bool = False
-    """Averages over several hosts are taken inside each host first, then over one rank a host (Horovod's hierarchical
-    all-reduce; NCCL's rings, too, use each host's link once)."""
+    averages_hosts_first: bool = True
+    """Averages over several hosts are taken inside each host first, then over one rank a host, as by MPICH (NCCL's
+    rings, too, use each host's link once). False: over all ranks at once."""
     step_jitter: float = 0.0
     """Standard deviation of a step's time, relative to its mean; lognormal."""
     rank_slowness: tuple[float, ...] | None = None
@@ -138,7 +138,7 @@ class ClusterModel:
 
         The latter two take two more messages of the whole where n is no power of two. Of a ring, the ranks of a host
         use its link one at a time; in the others all at once, but not for the messages within the host. With
-        `averages_hosts_first` n is the number of hosts, and the average inside a host comes on top.
+        `averages_hosts_first` n is the number of hosts, of one rank each, and the average inside a host comes on top.
         """
         if num_ranks == 1:
             return 0.0
