@@ -123,7 +123,9 @@ def predicted(num_ranks: int = 8, **speed_ups: float) -> list[Prediction]:
             value = speed_ups[key]
             seconds, exposed = Interval(0.3 / value, 0.2, 0.4), Interval(0.3 / value - 0.1, 0.0, 0.3)
             predictions.append(
-                Prediction(variant, num_ranks, 5, seconds, exposed, Interval(value, value - 0.1, value + 0.1))
+                Prediction(
+                    variant, num_ranks, 5, seconds, exposed, Interval(value, value - 0.1, value + 0.1), 1.0
+                )
             )
     return predictions
 
@@ -142,6 +144,18 @@ def test_of_those_as_fast_the_one_that_asks_least_of_the_training(
     speed_ups: dict[str, float], choice: str
 ) -> None:
     assert choose(predicted(**speed_ups)).variant.name == choice
+
+
+def test_what_hardly_ever_averages_is_not_recommended() -> None:
+    """Without a bound on local steps nobody waits, however slow the network is."""
+    slow = replace(MODEL, link_bits_per_second=MODEL.link_bits_per_second / 300)
+    predictions = predict(slow, SIZES, 4, seed=0)
+    of = by_name(predictions)
+    assert max(predictions, key=lambda each: each.speed_up.value).variant.name == "LASGD(inf)"
+    assert of["LASGD(inf)"].local_steps > 6
+    assert of["LASGD(5)"].local_steps <= 6
+    assert of["OSGP(1)"].local_steps == of["SGD-AR"].local_steps == 1
+    assert choose(predictions).variant.name == "LASGD(5)"
 
 
 def test_ranges_with_one_choice_share_a_sentence() -> None:

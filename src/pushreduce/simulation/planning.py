@@ -34,6 +34,9 @@ WORTH_IT = 1.05
 AS_FAST = 1.1
 """One that asks less of the training is preferred to another that is faster by up to this factor."""
 
+MAX_LOCAL_STEPS = 6.0
+"""The most local steps an average of what is recommended: LASGD(5) that waits after five counts as 6."""
+
 _Program = Callable[[ClusterModel, Sequence[int], Seconds], TimeLine]
 """(cluster, bytes of each parameter, compute times [iterations, workers]) -> time line"""
 
@@ -47,6 +50,8 @@ class Variant:
     """Of `src/train.py`; empty for what is shown for comparison only."""
     program: _Program
     worker_is_host: bool = False
+    never_waits: bool = False
+    """Workers go on alone for as long as an average takes."""
 
 
 def _lasgd(tau_max: int) -> _Program:
@@ -86,7 +91,7 @@ VARIANTS = (
     _of_hosts(_OSGP_1),
     _OSGP_1,
     Variant("LASGD(5)", "--algorithm lasgd --tau-max 5", _lasgd(5)),
-    Variant("LASGD(inf)", "--algorithm lasgd --tau-max 0", _lasgd(0)),
+    Variant("LASGD(inf)", "--algorithm lasgd --tau-max 0", _lasgd(0), never_waits=True),
 )
 """From the second on by what they ask of the training: the fewer and the fresher the models averaged, the earlier."""
 
@@ -116,6 +121,8 @@ class Prediction:
     """The part of it that is not the rank's own computation: waiting for messages, or for ranks that are later."""
     speed_up: Interval
     """SGD-AR's time of an iteration over this one's."""
+    local_steps: float
+    """Mean number of a worker's steps between two averages, as LASGD counts them; 1 of all others."""
 
 
 def rank_counts(model: ClusterModel, max_ranks: int) -> list[int]:
@@ -165,15 +172,15 @@ def predict(
     """
     variants = variants_of(model, num_ranks)
     num_draws = num_draws_of(num_ranks)
-    times = np.empty((2, num_draws, len(variants)))  # iteration and exposed seconds
+    times = np.empty((3, num_draws, len(variants)))  # iteration and exposed seconds, local steps
     for draw in range(num_draws):
         random = np.random.default_rng([seed, num_ranks, draw])
         drawn = model.drawn(random)
         compute = draw_compute_seconds(drawn, NUM_ITERATIONS, num_ranks, random)
         for index, variant in enumerate(variants):
-            times[:, draw, index] = _iteration_and_exposed_seconds(variant, drawn, parameter_bytes, compute)
+            times[:, draw, index] = _measures(variant, drawn, parameter_bytes, compute)
         tick()
-    iteration, exposed = times
+    iteration, exposed, local_steps = times
     speed_up = iteration[:, [variants.index(SGD_AR)]] / iteration
     return [
         Prediction(
@@ -183,21 +190,33 @@ def predict(
             iteration_seconds=_interval(iteration[:, index], is_ratio=True),
             exposed_seconds=_interval(exposed[:, index], is_ratio=False),
             speed_up=_interval(speed_up[:, index], is_ratio=True),
+            local_steps=float(local_steps[:, index].mean()),
         )
         for index, variant in enumerate(variants)
     ]
 
 
-def _iteration_and_exposed_seconds(
+def _measures(
     variant: Variant, model: ClusterModel, parameter_bytes: Sequence[int], compute_seconds: Seconds
-) -> tuple[float, float]:
+) -> tuple[float, float, float]:
+    """Iteration seconds, exposed seconds, and local steps an average."""
     worker_seconds = compute_seconds
     if variant.worker_is_host:
         worker_seconds = host_compute_seconds(model, compute_seconds, sum(parameter_bytes))
         model = model.leaders()
     line = variant.program(model, parameter_bytes, worker_seconds)
     in_host = float(worker_seconds.mean() - compute_seconds.mean())  # waiting there, too, is exposed
-    return line.iteration_seconds(NUM_WARM_UP), line.mean_blocked_seconds(NUM_WARM_UP) + in_host
+    num_averages = line.steps_per_allreduce.total()
+    local_steps = 1.0
+    if num_averages:
+        local_steps = sum(steps * count for steps, count in line.steps_per_allreduce.items()) / num_averages
+    elif variant.never_waits:  # no average has ended in all the iterations that were looked at
+        local_steps = math.inf
+    return (
+        line.iteration_seconds(NUM_WARM_UP),
+        line.mean_blocked_seconds(NUM_WARM_UP) + in_host,
+        local_steps,
+    )
 
 
 def _interval(draws: NDArray[np.float64], *, is_ratio: bool) -> Interval:
@@ -214,10 +233,12 @@ def _interval(draws: NDArray[np.float64], *, is_ratio: bool) -> Interval:
 def choose(predictions: Sequence[Prediction]) -> Prediction:
     """What is recommended for one number of ranks: SGD-AR, unless another one is more than 5 % faster.
 
-    Of those, the first in the order of `VARIANTS` that is as fast as the fastest, within 10 %.
+    Of those, the first in the order of `VARIANTS` that is as fast as the fastest, within 10 %. None whose workers go on
+    alone for long: what never waits always wins, however rarely it averages.
     """
     baseline = next(each for each in predictions if each.variant == SGD_AR)
     rivals = [each for each in predictions if each.variant.options and each.speed_up.value > WORTH_IT]
+    rivals = [each for each in rivals if each.local_steps <= MAX_LOCAL_STEPS]
     if not rivals:
         return baseline
     fastest = max(each.speed_up.value for each in rivals)
@@ -248,7 +269,8 @@ def _sentence(chosen: Sequence[Prediction], others: Sequence[Prediction]) -> str
         f"{1e3 * baseline.iteration_seconds.value:.1f} ms of an iteration"
     )
     if last.variant == SGD_AR:
-        fastest = max((each for each in others if each.variant.options), key=lambda each: each.speed_up.value)
+        rivals = [each for each in others if each.variant.options and each.local_steps <= MAX_LOCAL_STEPS]
+        fastest = max(rivals, key=lambda each: each.speed_up.value)
         reason = "no other is faster"
         if fastest is not baseline:
             reason = (
