@@ -23,37 +23,31 @@ from pushreduce.communication import startup
 from pushreduce.settings import DataSettings
 from pushreduce.training.evaluate import evaluate
 from pushreduce.training.schedule import build_optimizer
-from pushreduce.workloads.base import Workload
-from pushreduce.workloads.images import ImageClassification
+from pushreduce.workloads import Workload, build_workload
 
 WIDTH = 2236  # a layer of 20 MB
 
 
-class WideWorkload(ImageClassification):
-    """Small batches of digits, and a model that is nearly all parameters."""
-
-    num_layers = 5
-
-    def build_model(self) -> nn.Module:
-        layers: list[nn.Module] = [nn.Flatten(), nn.ZeroPad1d((0, WIDTH - 64))]
-        for _ in range(self.num_layers):
-            layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
-        return nn.Sequential(*layers, nn.AdaptiveAvgPool1d(10))
+def wide_model(num_layers: int) -> nn.Module:
+    """A model of digits that is nearly all parameters."""
+    layers: list[nn.Module] = [nn.Flatten(), nn.ZeroPad1d((0, WIDTH - 64))]
+    for _ in range(num_layers):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool1d(10))
 
 
 def main() -> None:
     """Measures and prints a line of JSON."""
     arguments = parse_arguments(__doc__)
     communicator = workbench.start()
-    workload = WideWorkload(
+    workload = build_workload(
         DataSettings(batch_size_per_rank=8), seed=0, rank=communicator.rank, size=communicator.size
     )
-    workload.num_layers = arguments.layers
     warm_up_libraries(workload)
     communicator.average(torch.zeros(8 << 20), "first")
     communicator.barrier()
     before = resident_bytes("VmRSS")
-    model = workload.build_model()
+    model = wide_model(arguments.layers)
     optimizer = build_optimizer(workbench.OPTIMIZER, model)
     algorithm: Algorithm | None = None
     if arguments.algorithm == "lasgd":
