@@ -5,6 +5,10 @@
 #   scripts/get_fashion_mnist.sh [DIRECTORY]
 set -euo pipefail
 
+case ${1-} in
+    -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" | sed '/^set /d'; exit ;;
+    -*) echo "get_fashion_mnist.sh: unknown option $1: give a directory, or nothing" >&2; exit 2 ;;
+esac
 target=${1:-data/fashion-mnist}
 package=dataset-fashion-mnist
 files=(train-images-idx3-ubyte.gz train-labels-idx1-ubyte.gz t10k-images-idx3-ubyte.gz t10k-labels-idx1-ubyte.gz)

@@ -83,7 +83,11 @@ def _parse(arguments: list[str]) -> tuple[Settings, ClusterModel]:
         "--emulated-step-seconds gives them; default: with --resume the run's own, else links of 10 Gbit/s, 50 us "
         "and no other costs",
     )
-    own = parser.parse_args(arguments[:split])
+    own, others = parser.parse_known_args(arguments[:split])
+    if others:
+        raise SettingsError(
+            f"unknown option {others[0]}: options of src/train.py come after `--`; for the others see --help"
+        )
     settings = command_line.parse(arguments[split + 1 :])
     if settings.evaluate is not None:
         raise SettingsError("--evaluate needs no cluster: give it to src/train.py")

@@ -65,6 +65,7 @@ def test_stopped_and_resumed_it_is_the_loop_on_a_simulated_cluster(tmp_path: Pat
 
 
 BAD_INPUT = {
+    "without the two dashes": ("--num-workers 2 --algorithm sgp", ("--algorithm", "after `--`")),
     "no-number": ("", ["--num-workers", "--cluster"]),
     "number": ("--num-workers many", ["--num-workers", "whole number", "many"]),
     "nobody": ("--num-workers 0", ["--num-workers", "less than 1"]),
