@@ -16,16 +16,15 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pushreduce.simulation.cluster_model import ClusterModel, Uncertainty
+from pushreduce.simulation.cluster_model import HALF_WIDTH_95, ClusterModel, Uncertainty
 
 Kind = Literal["message", "sum", "average", "put", "puts at once", "in-host sum"]
 """A message between two hosts, one way; an all-reduce of a few bytes by MPI alone; an average of the program's own,
 from the last rank's entry; a message of the mailbox, from its sending until its receiver sees it, alone and while every
-host sends one; an average among the ranks of a host."""
+host sends one; a sum over the ranks of a host."""
 
 _MODEL_ERROR = 0.02
 """Relative standard deviation granted to every modelled time: else the quietest times would decide alone."""
-_HALF_WIDTH_95 = 1.96
 _LARGEST_UNCERTAINTY = 9.9  # relative; what is nearly 0 is uncertain by many times itself
 _NO_TIME_BITS_PER_SECOND = 1e30
 _NUM_SUMS_OF_A_NEGOTIATION = 2
@@ -54,7 +53,7 @@ class Sample:
     def interval_seconds(self) -> tuple[float, float]:
         """95 % interval of the median, from the order of the times; of fewer than 6 their whole range."""
         ordered = sorted(self.seconds)
-        first = max(0, math.floor((len(ordered) - _HALF_WIDTH_95 * math.sqrt(len(ordered))) / 2))
+        first = max(0, math.floor((len(ordered) - HALF_WIDTH_95 * math.sqrt(len(ordered))) / 2))
         return ordered[first], ordered[-1 - first]
 
     def predicted_seconds(self, model: ClusterModel) -> float:
@@ -128,8 +127,8 @@ def fit_steps(seconds_by_rank: Sequence[Sequence[float]]) -> StepTimes:
         mean,
         jitter,
         None if are_alike else tuple(slowness.tolist()),
-        _HALF_WIDTH_95 * jitter / math.sqrt(seconds.size),
-        min(_LARGEST_UNCERTAINTY, _HALF_WIDTH_95 * math.sqrt(max(0.0, excess) / num_free) / 2),
+        HALF_WIDTH_95 * jitter / math.sqrt(seconds.size),
+        min(_LARGEST_UNCERTAINTY, HALF_WIDTH_95 * math.sqrt(max(0.0, excess) / num_free) / 2),
     )
 
 
@@ -196,7 +195,7 @@ def _with_numbers(model: ClusterModel, numbers: Mapping[str, float]) -> ClusterM
 def _standard_deviation(sample: Sample) -> float:
     """What the median may differ from its modelled value by."""
     low, high = sample.interval_seconds
-    return math.hypot((high - low) / 2 / _HALF_WIDTH_95, _MODEL_ERROR * sample.median_seconds)
+    return math.hypot((high - low) / 2 / HALF_WIDTH_95, _MODEL_ERROR * sample.median_seconds)
 
 
 def _least_squares(
@@ -236,5 +235,5 @@ def _least_squares(
         columns = np.flatnonzero((best > 0.0) | (np.arange(num_values) == index))
         inverse = np.linalg.pinv(scaled[:, columns])
         variance = (inverse**2 @ variances)[np.searchsorted(columns, index)]
-        half_widths[index] = _HALF_WIDTH_95 * math.sqrt(variance)
+        half_widths[index] = HALF_WIDTH_95 * math.sqrt(variance)
     return best / scales, half_widths / scales

@@ -19,7 +19,7 @@ from pushreduce.training.atomic_file import write_atomically
 
 _BITS = 8
 _BYTES_PER_ELEMENT = 4
-_HALF_WIDTH_95 = 1.96
+HALF_WIDTH_95 = 1.96
 """Half the width of a normal distribution's 95 % interval, in standard deviations."""
 
 
@@ -222,7 +222,7 @@ class ClusterModel:
                 item.name: getattr(self, item.name)
                 * math.exp(
                     math.log1p(getattr(self.relative_uncertainty, item.name))
-                    / _HALF_WIDTH_95
+                    / HALF_WIDTH_95
                     * random.standard_normal()
                 )
                 for item in fields(Uncertainty)
