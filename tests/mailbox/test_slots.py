@@ -150,7 +150,7 @@ def test_it_can_be_freed_with_messages_unread_and_owed(ranks):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_fails_in_the_helper_thread_fails_here(ranks):
     class Broken(PushSumWindow):
-        def _publish(self, *arguments):
+        def _publish(self, sent):
             raise ZeroDivisionError
 
     mailbox = ranks.open(kind=Broken)
@@ -158,5 +158,6 @@ def test_what_fails_in_the_helper_thread_fails_here(ranks):
     with pytest.raises(MailboxError, match="has failed") as raised:
         take(mailbox, 0)
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
-    mailbox._failure, mailbox._num_jobs_done = None, mailbox._num_jobs
+    mailbox._failure = None
+    mailbox._sent.clear()
     mailbox.free()

@@ -3,10 +3,11 @@
 Owns two windows (the slots, as bytes, and the counters, as int64), the send buffers, and one helper thread. Which slot
 a message takes and when is `mailbox.py`'s; whether MPI keeps its promises is found out by `mailbox_check.py`.
 
-A message is published in this order, since MPI orders nothing inside one put: Put of all of it; Flush; then its number
-into the receiver's counter, by an atomic Accumulate; Flush. The main thread issues the Put, the helper thread does the
-rest while the main thread computes. Between hosts a put needs the target to enter MPI now and then: Horovod's
-background thread does, and so does every wait here.
+A message is published in this order, since MPI orders nothing inside one put: put of all of it; Flush; then its number
+into the receiver's counter, by an atomic Accumulate; Flush. The main thread issues the put, the helper thread does the
+rest while the main thread computes. It flushes what a put's request says is done, and sleeps until then: a Flush of
+what is still on its way takes the core from the computation. Between hosts a put needs the target to enter MPI now and
+then: Horovod's background thread does, and so does every wait here.
 
 Rules that implementations impose: `Win.Allocate` only (memory of one's own loses data on some), no atomics but on
 int64, both datatypes of an Accumulate named alike (MPICH refuses a mixture), windows unlocked before MPI's
@@ -21,6 +22,7 @@ import queue
 import threading
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 
 import mpi4py
 import numpy as np
@@ -34,11 +36,22 @@ from mpi4py import MPI  # noqa: E402
 
 _ALIGNMENT_BYTES = 64
 _MAX_PROBLEM_BYTES = 400
-_OWED_PAUSE_SECONDS = 1e-3
+_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 5e-5, 1e-3
+"""Between two looks of the helper thread at what is under way; ever longer while nothing happens."""
 _COUNTER = MPI.INT64_T
 
 _Slots = list[tuple[int, tuple[int, int]]]
 _Empty = tuple[int, int, tuple[int, int]]
+
+
+@dataclass(eq=False)
+class _Sent:
+    """A message whose bytes are under way."""
+
+    buffer: Bytes
+    round_number: int
+    under_way: list[tuple[int, tuple[int, int], list[MPI.Request]]]
+    """Of every receiver that has not been told: its rank, slot, and puts."""
 
 
 class PushSumWindow(Mailbox):
@@ -93,7 +106,8 @@ class PushSumWindow(Mailbox):
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._num_jobs = 0  # counted by the main thread
         self._num_jobs_done = 0  # by the helper thread
-        self._owed: list[_Empty] = []  # the helper thread's
+        self._sent: list[_Sent] = []  # the helper thread's, as is
+        self._owed: list[_Empty] = []
         self._failure: BaseException | None = None
         self._slots.Lock_all(MPI.MODE_NOCHECK)  # nobody locks exclusively
         self._counters.Lock_all(MPI.MODE_NOCHECK)
@@ -154,13 +168,21 @@ class PushSumWindow(Mailbox):
 
     def _put(self, buffer: Bytes, round_number: int, slots: _Slots) -> None:
         self._check_failure()
-        for to, (s, p) in slots:
-            start = int(self._starts[to]) + (s * self.num_places + p) * self.num_message_bytes
-            for part in self._put_ranges:
-                # In words: a count of bytes would not fit MPI's int from 2 GiB on.
-                words = (part.stop - part.start) // 8
-                self._slots.Put([buffer[part], words, _COUNTER], to, (start + part.start, words, _COUNTER))
-        self._post((self._publish, (buffer, round_number, slots)))
+        sent = _Sent(buffer, round_number, [])
+        for to, slot in slots:
+            sent.under_way.append((to, slot, self._start_puts(buffer, to, slot)))
+        self._post((self._sent.append, (sent,)))
+
+    def _start_puts(self, buffer: Bytes, to: int, slot: tuple[int, int]) -> list[MPI.Request]:
+        s, p = slot
+        start = int(self._starts[to]) + (s * self.num_places + p) * self.num_message_bytes
+        requests = []
+        for part in self._put_ranges:
+            # In words: a count of bytes would not fit MPI's int from 2 GiB on.
+            words = (part.stop - part.start) // 8
+            source, target = (buffer[part], words, _COUNTER), (start + part.start, words, _COUNTER)
+            requests.append(self._slots.Rput(source, to, target))
+        return requests
 
     def _publish_empty(self, round_number: int, to: int, slot: tuple[int, int]) -> None:
         self._post((self._owed.append, ((round_number, to, slot),)))
@@ -208,7 +230,7 @@ class PushSumWindow(Mailbox):
         def is_idle() -> bool:
             self._check_failure()
             self._communicator.Iprobe()  # progress: another rank may be flushing
-            return self._num_jobs_done == self._num_jobs
+            return self._num_jobs_done == self._num_jobs and not self._sent
 
         self._wait_until(is_idle, math.inf)
 
@@ -235,25 +257,35 @@ class PushSumWindow(Mailbox):
 
     def _help(self) -> None:
         """Does what the main thread posts, in order, until it posts None."""
+        pause = _SHORTEST_PAUSE_SECONDS
         try:
             while True:
                 with suppress(queue.Empty):
-                    job = self._jobs.get(timeout=_OWED_PAUSE_SECONDS if self._owed else None)
+                    job = self._jobs.get(timeout=pause if self._sent or self._owed else None)
                     if job is None:
                         return
                     action, arguments = job
                     action(*arguments)
                     self._num_jobs_done += 1
+                    pause = _SHORTEST_PAUSE_SECONDS
+                for sent in list(self._sent):
+                    self._publish(sent)
                 self._pay()
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         except BaseException as error:
             self._failure = error  # for the main thread, whose next call raises it
             raise  # to threading.excepthook, which prints it
 
-    def _publish(self, buffer: Bytes, round_number: int, slots: _Slots) -> None:
-        for to, (s, p) in slots:
-            self._slots.Flush(to)
-            self._set_counter(to, s * self.num_places + p, round_number + 1)
-        self._free_buffers.append(buffer)
+    def _publish(self, sent: _Sent) -> None:
+        """Tells those receivers who have all of the message."""
+        for receiver in [each for each in sent.under_way if MPI.Request.Testall(each[2])]:
+            to, (s, p), _ = receiver
+            self._slots.Flush(to)  # the requests say that the buffer has been read, and no more
+            self._set_counter(to, s * self.num_places + p, sent.round_number + 1)
+            sent.under_way.remove(receiver)
+        if not sent.under_way:
+            self._free_buffers.append(sent.buffer)
+            self._sent.remove(sent)
 
     def _pay(self) -> None:
         """Publishes the empty messages whose slots have been granted."""
