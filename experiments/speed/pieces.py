@@ -49,10 +49,10 @@ TRIAL = Piece(2, (*_EVERYTHING, INTENSIVE), rounds=2, lead_in=1, steps=2, stretc
 PIECES = {
     piece.num_hosts: piece
     for piece in (
-        Piece(8, _EVERYTHING, rounds=6, lead_in=3, steps=20, stretch=1.0),
-        Piece(6, (ALL_REDUCE,), rounds=6, lead_in=0, steps=20, stretch=1.0),
-        Piece(4, (*OURS, *OTHERS), rounds=6, lead_in=3, steps=20, stretch=2.0),
-        Piece(16, (*OURS, *OTHERS, INTENSIVE), rounds=6, lead_in=3, steps=20, stretch=2.0),
+        Piece(8, _EVERYTHING, rounds=6, lead_in=3, steps=17, stretch=2.0),
+        Piece(6, (ALL_REDUCE,), rounds=6, lead_in=0, steps=17, stretch=2.0),
+        Piece(4, (*OURS, *OTHERS), rounds=6, lead_in=3, steps=17, stretch=2.0),
+        Piece(16, (*OURS, *OTHERS, INTENSIVE), rounds=6, lead_in=3, steps=17, stretch=4.0),
         TRIAL,
     )
 }
