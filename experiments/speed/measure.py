@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures the speed of every algorithm and baseline on emulated clusters of 4 to 16 hosts. Needs root.
 
-    sudo env PATH="$PATH" python experiments/speed/measure.py              all of it, an hour
+    sudo env PATH="$PATH" python experiments/speed/measure.py              all of it, 70 minutes
     sudo env PATH="$PATH" python experiments/speed/measure.py --hosts 8    one cluster
 
 Run it in the activated environment, on a machine that does nothing else. Can be stopped and given again at any time:

@@ -51,7 +51,7 @@ PIECES = {
     for piece in (
         Piece(8, _EVERYTHING, rounds=6, lead_in=3, steps=17, stretch=2.0),
         Piece(6, (ALL_REDUCE,), rounds=6, lead_in=0, steps=17, stretch=2.0),
-        Piece(4, (*OURS, *OTHERS), rounds=6, lead_in=3, steps=17, stretch=2.0),
+        Piece(4, (*OURS, *OTHERS), rounds=6, lead_in=3, steps=17, stretch=4.0),
         Piece(16, (*OURS, *OTHERS, INTENSIVE), rounds=6, lead_in=3, steps=17, stretch=4.0),
         TRIAL,
     )

@@ -1,0 +1,142 @@
+#!/usr/bin/env python3
+"""The simulated cluster's iteration times beside those that experiments/speed measured on the emulated one.
+
+    python experiments/simulated_cluster/against_emulated.py     in the activated environment; some seconds
+
+Reads experiments/speed/blocks.jsonl and, for every number of hosts, its calibration HOSTS_hosts.yaml beside this
+program; writes results.csv and results.md. The simulation is given the computation times that every rank had in every
+step of a block, so that what differs is communication alone; all its times are the stretched cluster's, as measured.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
+SPEED = ROOT / "experiments" / "speed"
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "benchmarks"), str(SPEED)]
+import numpy as np  # noqa: E402
+import pieces  # noqa: E402
+from blocks import read  # noqa: E402
+from pairs import describe  # noqa: E402
+from readme_tables import insert_table  # noqa: E402
+from tables import summarise, write_csv  # noqa: E402
+
+from pushreduce.communication.topology import build_topology  # noqa: E402
+from pushreduce.settings_file import SettingsError  # noqa: E402
+from pushreduce.simulation.cluster_model import ClusterModel, load_cluster_model  # noqa: E402
+from pushreduce.simulation.push_timing import sgp  # noqa: E402
+from pushreduce.simulation.time_line import Seconds, TimeLine  # noqa: E402
+from pushreduce.simulation.timing import allreduce, lasgd, overlapped_allreduce  # noqa: E402
+
+BOUND = 0.05
+PARAMETER_BYTES = [4 * pieces.WIDTH**2] * pieces.NUM_LAYERS
+MODEL_BYTES = sum(PARAMETER_BYTES)
+COLUMNS = (
+    "num_hosts",
+    "system",
+    "measured_ms",
+    "simulated_ms",
+    "median",
+    "ci_low",
+    "ci_high",
+    "min",
+    "max",
+    "n",
+)
+
+
+def push(tau: int) -> Callable[[ClusterModel, Seconds], TimeLine]:
+    """SGP, or OSGP(tau), on the exponential graph."""
+    return lambda model, compute: sgp(
+        model, MODEL_BYTES, compute, build_topology("exponential", compute.shape[1]), tau
+    )
+
+
+SYSTEMS: dict[str, Callable[[ClusterModel, Seconds], TimeLine]] = {
+    "SGD-AR, no overlap": lambda model, compute: allreduce(model, PARAMETER_BYTES, compute),
+    "SGD-AR": lambda model, compute: overlapped_allreduce(model, PARAMETER_BYTES, compute),
+    "LASGD(1)": lambda model, compute: lasgd(model, MODEL_BYTES, compute, 1),
+    "LASGD(5)": lambda model, compute: lasgd(model, MODEL_BYTES, compute, 5),
+    pieces.INTENSIVE: lambda model, compute: lasgd(model, MODEL_BYTES, compute, 5),
+    "SGP": push(0),
+    pieces.NO_JITTER: push(0),
+    "OSGP(1)": push(1),
+}
+"""What of experiments/speed is simulated: the systems whose communication is this program's."""
+
+
+def main() -> None:
+    """Writes the tables."""
+    rows = list(compare(read(SPEED / "blocks.jsonl"), load_models(FOLDER)))
+    if not rows:
+        sys.exit(
+            "error: experiments/speed/blocks.jsonl has no block of a cluster that has a calibration here"
+        )
+    write_csv(FOLDER / "results.csv", COLUMNS, rows)
+    (FOLDER / "results.md").write_text(table(rows))
+    insert_table(FOLDER / "README.md", FOLDER / "results.md")
+    print(table(rows), end="")
+
+
+def load_models(folder: Path) -> dict[int, ClusterModel]:
+    """The calibrations, by number of hosts."""
+    try:
+        models = [load_cluster_model(path) for path in sorted(folder.glob("*_hosts.yaml"))]
+    except SettingsError as error:
+        sys.exit(f"error: {error}")
+    return {model.num_hosts: model for model in models}
+
+
+def compare(
+    blocks: Iterable[Mapping[str, Any]], models: Mapping[int, ClusterModel]
+) -> Iterable[dict[str, Any]]:
+    """A row for every system and size of cluster: simulated over measured, from one ratio a block."""
+    pairs: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for block in blocks:
+        if block.get("num_hosts") in models and block["system"] in SYSTEMS:
+            measured = summarise(block, num_cores=1)["iteration_ms"]
+            simulated = simulate(block, models[block["num_hosts"]])
+            pairs.setdefault((block["num_hosts"], block["system"]), []).append((measured, simulated))
+    for num_hosts, system in sorted(pairs, key=lambda key: (key[0], list(SYSTEMS).index(key[1]))):
+        own = pairs[num_hosts, system]
+        yield {
+            "num_hosts": num_hosts,
+            "system": system,
+            "measured_ms": float(np.median([measured for measured, _ in own])),
+            "simulated_ms": float(np.median([simulated for _, simulated in own])),
+            **describe([simulated / measured for measured, simulated in own]),
+        }
+
+
+def simulate(block: Mapping[str, Any], model: ClusterModel) -> float:
+    """A block's iteration time, ms, taken from the simulated time line as from the measured one."""
+    compute = np.array(block["compute_ms"]).T / 1e3  # [steps, ranks]
+    line = SYSTEMS[block["system"]](model, compute)
+    ended = [[1e3 * seconds for seconds in rank] for rank in line.end_seconds.T.tolist()]
+    return float(summarise({**block, "ended_ms": ended}, num_cores=1)["iteration_ms"])
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """In the README."""
+    lines = [
+        "| hosts | system | measured, ms | simulated, ms | simulated / measured: median [95 % interval] "
+        "| min … max | n | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        verdict = "within 5 %" if abs(row["median"] - 1) <= BOUND else "**outside**"
+        lines.append(
+            f"| {row['num_hosts']} | {row['system']} | {row['measured_ms']:.1f} | {row['simulated_ms']:.1f} "
+            f"| {row['median']:.3f} [{row['ci_low']:.3f}, {row['ci_high']:.3f}] "
+            f"| {row['min']:.3f} … {row['max']:.3f} | {row['n']} | {verdict} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
