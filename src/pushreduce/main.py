@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     except SettingsError as error:
         problem = str(error)
     communicator = startup.connect(problem, worker=settings.worker)
-    from pushreduce.training.agreement import AgreedError
+    from pushreduce.communication.agreement import AgreedError
 
     try:
         exit_code = _run(settings, communicator)
@@ -45,8 +45,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _run(settings: Settings, communicator: Communicator) -> int:
+    from pushreduce.communication.agreement import build_on_all
     from pushreduce.communication.environment import describe_environment
-    from pushreduce.training.agreement import build_on_all
     from pushreduce.training.console import launcher_command
 
     _refuse_differing_settings(settings, communicator)
@@ -92,8 +92,8 @@ def run_rank(
     Raises:
         AgreedError: bad input, on all ranks alike.
     """
+    from pushreduce.communication.agreement import agree, agree_with_root, build_on_all
     from pushreduce.training import console
-    from pushreduce.training.agreement import agree, agree_with_root, build_on_all
     from pushreduce.training.loop import TrainingLoop
     from pushreduce.training.model import initial_model, refuse_batch_of_one
     from pushreduce.training.run_directory import RunDirectory
@@ -135,7 +135,7 @@ def run_rank(
 
 def _refuse_differing_settings(settings: Settings, communicator: Communicator) -> None:
     """Hosts may hold different files of one name."""
-    from pushreduce.training.agreement import AgreedError
+    from pushreduce.communication.agreement import AgreedError
 
     for rank, others in enumerate(communicator.allgather(settings)):
         for (name, ours), (_, theirs) in zip(leaves(settings), leaves(others), strict=True):
@@ -168,7 +168,7 @@ def choose_device(wanted: str, communicator: Communicator) -> torch.device:
     """
     import torch
 
-    from pushreduce.training.agreement import AgreedError
+    from pushreduce.communication.agreement import AgreedError
 
     has_gpu = torch.cuda.device_count() > communicator.local_rank
     without_gpu = [rank for rank, has_one in enumerate(communicator.allgather(has_gpu)) if not has_one]
@@ -185,7 +185,7 @@ def choose_device(wanted: str, communicator: Communicator) -> torch.device:
 def _evaluate_file(
     settings: Settings, communicator: Communicator, workload: Workload, device: torch.device
 ) -> None:
-    from pushreduce.training.agreement import build_on_all
+    from pushreduce.communication.agreement import build_on_all
     from pushreduce.training.evaluate import score_together
     from pushreduce.training.model import load_model
 

@@ -40,8 +40,8 @@ def main(argv: list[str] | None = None) -> None:
     except SettingsError as error:
         _exit_with_bad_input(str(error))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as on a real cluster; before torch is imported
+    from pushreduce.communication.agreement import AgreedError
     from pushreduce.communication.simulated import Aborted
-    from pushreduce.training.agreement import AgreedError
 
     try:
         exit_code = _run(settings, model)
@@ -159,10 +159,10 @@ def _cluster_of(run: Path) -> ClusterModel:
 def _run(settings: Settings, model: ClusterModel) -> int:
     import torch
 
+    from pushreduce.communication.agreement import AgreedError
     from pushreduce.communication.environment import describe_process
     from pushreduce.main import run_rank
     from pushreduce.simulation.cluster_transport import simulated_cluster
-    from pushreduce.training.agreement import AgreedError
     from pushreduce.workloads import workload_of_rank
 
     if "OMP_NUM_THREADS" in os.environ:

@@ -30,7 +30,7 @@ MODEL = ClusterModel(
 
 
 class VirtualMPI:
-    """`PlainMPI` as the model has it; every call must be made by all ranks."""
+    """`BelowTheCommunicator` as the model has it; every call must be made by all ranks."""
 
     def __init__(self, communicator, model: ClusterModel) -> None:
         self._communicator, self._model = communicator, model

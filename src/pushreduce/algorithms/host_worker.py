@@ -24,6 +24,7 @@ from pushreduce.algorithms.allreduce import AllReduceSGD
 from pushreduce.algorithms.averaged_gradients import GradientPayload
 from pushreduce.algorithms.base import Algorithm, Progress, Recorder
 from pushreduce.algorithms.tally import Tally
+from pushreduce.communication.agreement import agree
 from pushreduce.communication.base import Communicator, HostSplit
 
 
@@ -58,8 +59,8 @@ class HostWorker(Algorithm):
         self._host, self.worker_of_rank = split.host, split.host_of_rank
         self._inner: Algorithm | None = None  # the leader's
         self._closed = self._in_flight = False
-        self._agree(self._share_memory)
-        self._agree(lambda: self._build_inner(build, split))
+        agree(communicator, self._share_memory)
+        agree(communicator, lambda: self._build_inner(build, split))
         own = self.worker_of_rank[communicator.rank]
         ranks = [rank for rank, worker in enumerate(self.worker_of_rank) if worker == own]
         self._record("worker", ranks=ranks)
@@ -98,17 +99,6 @@ class HostWorker(Algorithm):
                 inner
             )  # the first would keep what the parameters were in before
         self.parameters, self.progress, self.stats = inner.parameters, inner.progress, inner.stats
-
-    def _agree(self, action: Callable[[], None]) -> None:
-        """Raises on all ranks what `action` raises on any."""
-        problem = ""
-        try:
-            action()
-        except ValueError as error:
-            problem = str(error)
-        for each in self.communicator.allgather(problem):
-            if each:
-                raise ValueError(each)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 

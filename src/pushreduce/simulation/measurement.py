@@ -1,8 +1,8 @@
 """What a cluster takes for the program's own communication and computation, over sizes, within a time budget.
 
 Owns what is timed, how often, and between whom. Everything goes through the communicator that training uses; what lies
-below it (plain messages, all-reduces without Horovod, the ranks of a host) is asked of a `PlainMPI`, so that the same
-measurements run in virtual time. Does not fit anything (`calibration.py`).
+below it (plain messages, all-reduces without Horovod, the ranks of a host) is asked of a `BelowTheCommunicator`, so
+that the same measurements run in virtual time. Does not fit anything (`calibration.py`).
 
 No two ranks' clocks are compared: a time is read from the clock of one rank, from what it does to what comes back. An
 average is timed by the rank that enters it last, on purpose, since the others wait for it.
@@ -52,8 +52,8 @@ _SHARES: dict[Kind, float] = {
 """Of the budget."""
 
 
-class PlainMPI(Protocol):
-    """Communication below the communicator's. Called by all ranks alike."""
+class BelowTheCommunicator(Protocol):
+    """`scripts/plain_mpi.py`, or virtual time's. Called by all ranks alike."""
 
     def message_seconds(self, first: int, second: int, num_bytes: int) -> float | None:
         """A message from rank `first` to rank `second`, one way: half of there and back. None but on `first`."""
@@ -82,7 +82,7 @@ class Measurer:
     def __init__(
         self,
         communicator: Communicator,
-        plain: PlainMPI,
+        plain: BelowTheCommunicator,
         *,
         budget_seconds: float,
         say: Callable[[str], None],

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
+from pushreduce.communication.agreement import AgreedError, agree, agree_with_root
 from pushreduce.communication.base import Communicator
-from pushreduce.training.agreement import AgreedError, agree, agree_with_root
 from pushreduce.training.atomic_file import sync_directory
 from pushreduce.training.verified_files import (
     damage_of,

@@ -15,8 +15,8 @@ from torch.optim.swa_utils import update_bn
 
 from pushreduce.algorithms import Algorithm
 from pushreduce.algorithms.buffers import average_buffers
+from pushreduce.communication.agreement import AgreedError, agree
 from pushreduce.communication.base import Communicator
-from pushreduce.training.agreement import AgreedError, agree
 from pushreduce.workloads.base import Batch, Workload
 
 _REESTIMATION_BATCHES = 50

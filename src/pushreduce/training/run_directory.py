@@ -16,10 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
+from pushreduce.communication.agreement import agree_with_root
 from pushreduce.communication.base import Communicator
 from pushreduce.settings import Settings
 from pushreduce.settings_file import to_yaml
-from pushreduce.training.agreement import agree_with_root
 from pushreduce.training.atomic_file import write_atomically
 
 _locks: list[TextIO] = []  # of this process's runs; closing one would give it up

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pushreduce.training.agreement import agree_with_root
+from pushreduce.communication.agreement import agree_with_root
 from pushreduce.training.atomic_file import atomic_file
 from pushreduce.training.checkpoint import CheckpointError, fingerprint
 from pushreduce.training.evaluate import reestimate_batch_norm
