@@ -52,8 +52,8 @@ class Messages:
         self._published_at = 0.0
         publish = self._mailbox._publish
 
-        def publish_and_note(*arguments: object) -> None:
-            publish(*arguments)
+        def publish_and_note(put: object) -> None:
+            publish(put)
             self._published_at = time.perf_counter()
 
         self._mailbox._publish = publish_and_note

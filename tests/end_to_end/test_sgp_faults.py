@@ -38,10 +38,10 @@ def fault():
     raise KeyError("the user's own mistake")
 
 publish = PushSumWindow._publish
-def fail_before_publishing(self, sent):
-    if sent.round_number == FAULT_ROUND:
+def fail_before_publishing(self, put):
+    if put.round_number == FAULT_ROUND:
         fault()
-    publish(self, sent)
+    publish(self, put)
 if is_faulty and how.endswith("in-a-put"):
     PushSumWindow._publish = fail_before_publishing
 

@@ -72,10 +72,11 @@ class Lost(Wrong):
 class OnlyCounted(Wrong):
     """The counter comes, the message does not."""
 
-    def put_wrongly(self, buffer, round_number, slots):
-        self._start_puts = lambda *_: []
-        super().put_wrongly(buffer, round_number, slots)
-        del self._start_puts
+    def _begin(self, put):
+        if self.is_wrong(self, put.round_number):
+            put.requests = []
+        else:
+            super()._begin(put)
 
 
 class OneByteWrong(Wrong):
@@ -87,22 +88,23 @@ class OneByteWrong(Wrong):
 class Halved(Wrong):
     """The rear of the message does not come."""
 
-    def put_wrongly(self, buffer, round_number, slots):
-        ranges, self._put_ranges = self._put_ranges, [slice(0, self.num_message_bytes // 128 * 64)]
-        super().put_wrongly(buffer, round_number, slots)
+    def _begin(self, put):
+        ranges = self._put_ranges
+        if self.is_wrong(self, put.round_number):
+            self._put_ranges = [slice(0, self.num_message_bytes // 128 * 64)]
+        super()._begin(put)
         self._put_ranges = ranges
 
 
 class Displaced(Wrong):
     """The message comes into the next slot, its counter is right."""
 
-    def put_wrongly(self, buffer, round_number, slots):
-        def start_displaced(buffer, to, slot):
-            return type(self)._start_puts(self, buffer, to, ((slot[0] + 1) % self.num_slot_rounds, slot[1]))
-
-        self._start_puts = start_displaced
-        super().put_wrongly(buffer, round_number, slots)
-        del self._start_puts
+    def _begin(self, put):
+        slot = s, p = put.slot
+        if self.is_wrong(self, put.round_number):
+            put.slot = ((s + 1) % self.num_slot_rounds, p)
+        super()._begin(put)
+        put.slot = slot
 
 
 class WeightChanged(Wrong):
@@ -141,10 +143,10 @@ def test_a_call_of_mpi_that_never_returns(ranks):
     released = threading.Event()
 
     class Stuck(Wrong):
-        def _publish(self, sent):
-            if self.is_wrong(self, sent.round_number):
+        def _publish(self, put):
+            if self.is_wrong(self, put.round_number):
                 released.wait()
-            super()._publish(sent)
+            super()._publish(put)
 
     mailbox = ranks.open("exponential", num_payload_bytes=1000, num_slot_rounds=2, kind=Stuck)
     problems = ranks.allgather(rehearse(ranks, mailbox, 1.0))
@@ -157,4 +159,6 @@ def test_a_call_of_mpi_that_never_returns(ranks):
     with pytest.raises(MailboxError, match="nothing came"):
         mailbox.free()
     released.set()
+    mailbox.limited.limit_seconds = 60.0
+    assert mailbox._wait_until(lambda: not mailbox._puts, 60.0)
     mailbox._close()

@@ -7,8 +7,11 @@ import pytest
 
 pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
 
+from mpi4py import MPI
+
 from pushreduce.communication.mailbox import MailboxError
 from pushreduce.communication.push_sum_window import PushSumWindow
+from pushreduce.communication.topology import build_topology
 
 
 def send(mailbox, round_number, payload):
@@ -89,6 +92,43 @@ def test_buffers_are_lent_until_the_message_has_left(ranks):
     mailbox.free()
 
 
+def test_a_message_waits_for_an_earlier_one_to_the_same_receiver_and_for_nothing_else(ranks):
+    held = MPI.Grequest.Start()
+
+    begun: list[int] = []
+
+    class Held(PushSumWindow):
+        def _begin(self, put):
+            begun.append(put.round_number)
+            super()._begin(put)
+            if put.round_number == 0:
+                put.requests.append(held)
+
+    topology = build_topology("exponential", ranks.size)
+    mailbox = ranks.open(topology, num_payload_bytes=1000, num_slot_rounds=3, kind=Held)
+    rounds_by_receiver: dict[int, list[int]] = {}
+    for round_number in range(3):
+        (to,) = topology.out_neighbours(ranks.rank, round_number)
+        rounds_by_receiver.setdefault(to, []).append(round_number)
+        assert mailbox.reserve(round_number, to)
+        mailbox.outgoing()[:] = round_number
+        mailbox.send(round_number, [to], 1.0)
+    behind = rounds_by_receiver[topology.out_neighbours(ranks.rank, 0)[0]][1:]
+    others = [number for number in range(1, 3) if number not in behind]
+
+    def has_come(number: int) -> bool:
+        return mailbox._read_arrived()[number, 0] == number + 1
+
+    assert mailbox._wait_until(lambda: all(map(has_come, others)), 60.0)
+    assert behind  # there is always one
+    assert sorted(begun) == [0, *others]
+    assert not any(map(has_come, [0, *behind]))
+    ranks.allgather(None)
+    held.Complete()
+    assert sorted(number for number, *_ in take(mailbox, 2)) == [0, 1, 2]
+    mailbox.free()
+
+
 def test_it_may_begin_at_any_round(ranks):
     mailbox = ranks.open(num_slot_rounds=3)
     mailbox.begin_at(1_000_007)
@@ -151,7 +191,7 @@ def test_it_can_be_freed_with_messages_unread_and_owed(ranks):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_fails_in_the_helper_thread_fails_here(ranks):
     class Broken(PushSumWindow):
-        def _publish(self, sent):
+        def _publish(self, put):
             raise ZeroDivisionError
 
     mailbox = ranks.open(kind=Broken)
@@ -160,5 +200,6 @@ def test_what_fails_in_the_helper_thread_fails_here(ranks):
         take(mailbox, 0)
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
     mailbox._failure = None
-    mailbox._sent.clear()
+    mailbox._puts.clear()  # done: only then it fails
+    mailbox._num_jobs_done = mailbox._num_jobs
     mailbox.free()

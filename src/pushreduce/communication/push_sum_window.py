@@ -4,10 +4,11 @@ Owns two windows (the slots, as bytes, and the counters, as int64), the send buf
 a message takes and when is `mailbox.py`'s; whether MPI keeps its promises is found out by `mailbox_check.py`.
 
 A message is published in this order, since MPI orders nothing inside one put: put of all of it; Flush; then its number
-into the receiver's counter, by an atomic Accumulate; Flush. The main thread issues the put, the helper thread does the
-rest while the main thread computes. It flushes what a put's request says is done, and sleeps until then: a Flush of
-what is still on its way takes the core from the computation. Between hosts a put needs the target to enter MPI now and
-then: Horovod's background thread does, and so does every wait here.
+into the receiver's counter, by an atomic Accumulate; Flush. The main thread begins the put, the helper thread does the
+rest while the main thread computes. A Flush spins, and takes a core from computation: the helper thread sleeps between
+looks at a put's requests, and flushes when they are done. And a Flush waits for all that is on its way to a rank: a put
+begins when the message before it, to the same receiver, has been published. Between hosts both ends of a put need to
+enter MPI now and then: Horovod's background thread does, the helper thread while it waits, and every wait here.
 
 Rules that implementations impose: `Win.Allocate` only (memory of one's own loses data on some), no atomics but on
 int64, both datatypes of an Accumulate named alike (MPICH refuses a mixture), windows unlocked before MPI's
@@ -20,8 +21,8 @@ from __future__ import annotations
 import math
 import queue
 import threading
+import time
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass
 
 import mpi4py
@@ -37,7 +38,8 @@ from mpi4py import MPI  # noqa: E402
 _ALIGNMENT_BYTES = 64
 _MAX_PROBLEM_BYTES = 400
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 5e-5, 1e-3
-"""Between two looks of the helper thread at what is under way; ever longer while nothing happens."""
+_PAUSE_SHARE = 1 / 8
+"""The helper thread's pause between two looks at what is under way, of the time in which nothing has happened."""
 _COUNTER = MPI.INT64_T
 
 _Slots = list[tuple[int, tuple[int, int]]]
@@ -45,13 +47,16 @@ _Empty = tuple[int, int, tuple[int, int]]
 
 
 @dataclass(eq=False)
-class _Sent:
-    """A message whose bytes are under way."""
+class _Put:
+    """A message on its way to one receiver, which has not been told of it yet."""
 
-    buffer: Bytes
+    to: int
+    slot: tuple[int, int]
     round_number: int
-    under_way: list[tuple[int, tuple[int, int], list[MPI.Request]]]
-    """Of every receiver that has not been told: its rank, slot, and puts."""
+    buffer: Bytes
+    """Lent; shared by the receivers of a message."""
+    requests: list[MPI.Request] | None = None
+    """None: not begun."""
 
 
 class PushSumWindow(Mailbox):
@@ -106,8 +111,8 @@ class PushSumWindow(Mailbox):
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._num_jobs = 0  # counted by the main thread
         self._num_jobs_done = 0  # by the helper thread
-        self._sent: list[_Sent] = []  # the helper thread's, as is
-        self._owed: list[_Empty] = []
+        self._puts: list[_Put] = []  # the main thread appends, the helper thread removes
+        self._owed: list[_Empty] = []  # the helper thread's
         self._failure: BaseException | None = None
         self._slots.Lock_all(MPI.MODE_NOCHECK)  # nobody locks exclusively
         self._counters.Lock_all(MPI.MODE_NOCHECK)
@@ -161,6 +166,7 @@ class PushSumWindow(Mailbox):
 
             def is_free() -> bool:
                 self._check_failure()
+                self._communicator.Iprobe()  # progress of the messages that have the buffers
                 return bool(self._free_buffers)
 
             self._wait_until(is_free, math.inf)
@@ -168,21 +174,24 @@ class PushSumWindow(Mailbox):
 
     def _put(self, buffer: Bytes, round_number: int, slots: _Slots) -> None:
         self._check_failure()
-        sent = _Sent(buffer, round_number, [])
-        for to, slot in slots:
-            sent.under_way.append((to, slot, self._start_puts(buffer, to, slot)))
-        self._post((self._sent.append, (sent,)))
+        puts = [_Put(to, slot, round_number, buffer) for to, slot in slots]
+        occupied = {put.to for put in list(self._puts)}
+        for put in puts:
+            if put.to not in occupied:
+                self._begin(put)
+        self._puts.extend(puts)
+        self._post((self._tend_puts, ()))
 
-    def _start_puts(self, buffer: Bytes, to: int, slot: tuple[int, int]) -> list[MPI.Request]:
-        s, p = slot
-        start = int(self._starts[to]) + (s * self.num_places + p) * self.num_message_bytes
+    def _begin(self, put: _Put) -> None:
+        s, p = put.slot
+        start = int(self._starts[put.to]) + (s * self.num_places + p) * self.num_message_bytes
         requests = []
         for part in self._put_ranges:
             # In words: a count of bytes would not fit MPI's int from 2 GiB on.
             words = (part.stop - part.start) // 8
-            source, target = (buffer[part], words, _COUNTER), (start + part.start, words, _COUNTER)
-            requests.append(self._slots.Rput(source, to, target))
-        return requests
+            source, target = (put.buffer[part], words, _COUNTER), (start + part.start, words, _COUNTER)
+            requests.append(self._slots.Rput(source, put.to, target))
+        put.requests = requests
 
     def _publish_empty(self, round_number: int, to: int, slot: tuple[int, int]) -> None:
         self._post((self._owed.append, ((round_number, to, slot),)))
@@ -212,6 +221,7 @@ class PushSumWindow(Mailbox):
     def _close(self) -> None:
         self._jobs.put(None)
         self._helper.join()
+        assert not self._puts, "a message is under way"
         # numpy's views of the memory end with it, and the send buffers even where this object is kept.
         del self._memory, self._arrived, self._granted, self._free_buffers
         for window in (self._counters, self._slots):
@@ -230,7 +240,7 @@ class PushSumWindow(Mailbox):
         def is_idle() -> bool:
             self._check_failure()
             self._communicator.Iprobe()  # progress: another rank may be flushing
-            return self._num_jobs_done == self._num_jobs and not self._sent
+            return self._num_jobs_done == self._num_jobs and not self._puts
 
         self._wait_until(is_idle, math.inf)
 
@@ -256,43 +266,61 @@ class PushSumWindow(Mailbox):
     # -- the helper thread -----------------------------------------------------------------------------------------
 
     def _help(self) -> None:
-        """Does what the main thread posts, in order, until it posts None."""
-        pause = _SHORTEST_PAUSE_SECONDS
+        """Does what the main thread posts, in order, until it posts None; tends what is under way meanwhile."""
+        last_event = time.perf_counter()
         try:
             while True:
-                with suppress(queue.Empty):
-                    job = self._jobs.get(timeout=pause if self._sent or self._owed else None)
+                pause = _PAUSE_SHARE * (time.perf_counter() - last_event)
+                pause = min(max(pause, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
+                try:
+                    job = self._jobs.get(timeout=pause if self._puts or self._owed else None)
+                except queue.Empty:
+                    has_happened = self._tend_puts()
+                else:
                     if job is None:
                         return
                     action, arguments = job
                     action(*arguments)
                     self._num_jobs_done += 1
-                    pause = _SHORTEST_PAUSE_SECONDS
-                for sent in list(self._sent):
-                    self._publish(sent)
-                self._pay()
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                    has_happened = True
+                if self._pay() or has_happened:
+                    last_event = time.perf_counter()
         except BaseException as error:
             self._failure = error  # for the main thread, whose next call raises it
             raise  # to threading.excepthook, which prints it
 
-    def _publish(self, sent: _Sent) -> None:
-        """Tells those receivers who have all of the message."""
-        for receiver in [each for each in sent.under_way if MPI.Request.Testall(each[2])]:
-            to, (s, p), _ = receiver
-            self._slots.Flush(to)  # the requests say that the buffer has been read, and no more
-            self._set_counter(to, s * self.num_places + p, sent.round_number + 1)
-            sent.under_way.remove(receiver)
-        if not sent.under_way:
-            self._free_buffers.append(sent.buffer)
-            self._sent.remove(sent)
+    def _tend_puts(self) -> bool:
+        """Begins the puts that nothing is before any more, and publishes those that are done; whether any was."""
+        occupied, has_published = set(), False
+        for put in list(self._puts):
+            if put.to in occupied:
+                continue
+            if put.requests is None:
+                self._begin(put)
+            assert put.requests is not None
+            if not MPI.Request.Testall(put.requests):
+                occupied.add(put.to)
+                continue
+            self._publish(put)
+            self._puts.remove(put)
+            if all(other.buffer is not put.buffer for other in list(self._puts)):
+                self._free_buffers.append(put.buffer)
+            has_published = True
+        return has_published
 
-    def _pay(self) -> None:
-        """Publishes the empty messages whose slots have been granted."""
-        for empty in [each for each in self._owed if self._is_granted(*each[:2])]:
+    def _publish(self, put: _Put) -> None:
+        self._slots.Flush(put.to)  # done requests say that the buffer has been read, and no more
+        s, p = put.slot
+        self._set_counter(put.to, s * self.num_places + p, put.round_number + 1)
+
+    def _pay(self) -> bool:
+        """Publishes the empty messages whose slots have been granted; whether there were any."""
+        payable = [each for each in self._owed if self._is_granted(*each[:2])]
+        for empty in payable:
             round_number, to, (s, p) = empty
             self._set_counter(to, s * self.num_places + p, -(round_number + 1))
             self._owed.remove(empty)
+        return bool(payable)
 
     def _set_counter(self, to: int, index: int, value: int) -> None:
         number = np.array([value], np.int64)  # MPI may read it until the flush
