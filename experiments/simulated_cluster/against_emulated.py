@@ -72,11 +72,15 @@ SYSTEMS: dict[str, Callable[[ClusterModel, Seconds], TimeLine]] = {
 
 def main() -> None:
     """Writes the tables."""
-    rows = list(compare(read(SPEED / "blocks.jsonl"), load_models(FOLDER)))
-    if not rows:
-        sys.exit(
-            "error: experiments/speed/blocks.jsonl has no block of a cluster that has a calibration here"
-        )
+    try:
+        rows = list(compare(read(SPEED / "blocks.jsonl"), load_models(FOLDER)))
+        if not rows:
+            raise ValueError(
+                "experiments/speed/blocks.jsonl has no block of a cluster that is calibrated here"
+            )
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     write_csv(FOLDER / "results.csv", COLUMNS, rows)
     (FOLDER / "results.md").write_text(table(rows))
     insert_table(FOLDER / "README.md", FOLDER / "results.md")
@@ -84,23 +88,35 @@ def main() -> None:
 
 
 def load_models(folder: Path) -> dict[int, ClusterModel]:
-    """The calibrations, by number of hosts."""
-    try:
-        models = [load_cluster_model(path) for path in sorted(folder.glob("*_hosts.yaml"))]
-    except SettingsError as error:
-        sys.exit(f"error: {error}")
-    return {model.num_hosts: model for model in models}
+    """The calibrations, by number of hosts. SettingsError, in one line, where one cannot be used."""
+    models = {}
+    for path in sorted(folder.glob("*_hosts.yaml")):
+        model = load_cluster_model(path)
+        if path.name != f"{model.num_hosts}_hosts.yaml":
+            raise SettingsError(f"{path} is of {model.num_hosts} hosts: name it {model.num_hosts}_hosts.yaml")
+        models[model.num_hosts] = model
+    return models
 
 
 def compare(
     blocks: Iterable[Mapping[str, Any]], models: Mapping[int, ClusterModel]
 ) -> Iterable[dict[str, Any]]:
-    """A row for every system and size of cluster: simulated over measured, from one ratio a block."""
+    """A row for every system and size of cluster: simulated over measured, from one ratio a block.
+
+    Raises:
+        ValueError: a calibration is of other links than the blocks.
+    """
     pairs: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for block in blocks:
         if block.get("num_hosts") in models and block["system"] in SYSTEMS:
+            model = models[block["num_hosts"]]
+            if not 0.8 < model.link_bits_per_second / (1e6 * block["rate_mbit"] / block["stretch"]) < 1.2:
+                raise ValueError(
+                    f"{model.num_hosts}_hosts.yaml has links of {model.link_bits_per_second / 1e6:.3g} Mbit/s, the "
+                    f"blocks have {block['rate_mbit']:g} stretched by {block['stretch']:g}: calibrate again"
+                )
             measured = summarise(block, num_cores=1)["iteration_ms"]
-            simulated = simulate(block, models[block["num_hosts"]])
+            simulated = simulate(block, model)
             pairs.setdefault((block["num_hosts"], block["system"]), []).append((measured, simulated))
     for num_hosts, system in sorted(pairs, key=lambda key: (key[0], list(SYSTEMS).index(key[1]))):
         own = pairs[num_hosts, system]

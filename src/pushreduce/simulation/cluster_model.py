@@ -76,7 +76,7 @@ class ClusterModel:
     average_seconds_per_byte: float = 0.0
     """Copies and sums of an average, beyond the time on the links."""
     put_overhead_seconds: float = 0.0
-    """Of a put, before its bytes are on the link (hand-over to the helper thread, flush)."""
+    """Of a put, beyond its messages (calls, looks of the helper thread); taken as if it came before the bytes."""
     put_seconds_per_byte: float = 0.0
     """Copies of a put, beyond the time on the links."""
     in_host_latency_seconds: float = 0.0

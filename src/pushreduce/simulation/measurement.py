@@ -272,7 +272,7 @@ class _Turns:
 
         at_once = 0.0
         for round_number in range(begin, begin + _RING_ROUNDS):
-            # Apart, as steps are: else a message's counter waits behind the next message of the same sender.
+            # Apart, as steps are: else a message's counter shares the link with the sender's next message.
             communicator.barrier()
             clock.sleep(_READY_SECONDS)
             start = clock.now()

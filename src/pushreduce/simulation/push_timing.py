@@ -183,7 +183,7 @@ class _Pushing:
         self._receive(rank)
 
     def _put(self, rank: int, sending_round: int, slot_round: int) -> None:
-        """The message has been handed over to the helper thread, which sends it to all its receivers."""
+        """The message is on its way to all its receivers."""
         workers, neighbours = self._workers, self._neighbours(sending_round)
         receivers = neighbours.receivers[rank]
         under_way = list(receivers)
