@@ -84,3 +84,24 @@ def test_mistakes_in_a_plan_are_one_line(text, words, experiment, tmp_path, monk
 )
 def test_plans_of_this_repository_are_complete(path: Path, experiment) -> None:
     assert experiment.read_plan(path.parent)["groups"]
+
+
+def test_differences_to_the_baseline_are_paired_by_seed_within_a_group(experiment):
+    def row(group: str, variant: str, seed: int, top1: float, loss: float) -> dict[str, str]:
+        row = {
+            "group": group,
+            "variant": variant,
+            "seed": str(seed),
+            "num_ranks": "4",
+            "iteration_ms_median": "1",
+        }
+        return {**row, "top1_percent": str(top1), "validation_loss": str(loss)}
+
+    rows = [row("g", "base", 0, 90.0, 0.3), row("g", "base", 1, 80.0, 0.5), row("h", "base", 0, 0.0, 9.0)]
+    rows += [row("g", "new", 1, 79.5, 0.51), row("g", "new", 0, 89.5, 0.31), row("g", "new", 2, 1.0, 1.0)]
+    lines = experiment.table(rows, "base").splitlines()
+    (new,) = (line for line in lines if line.startswith("| g: new"))
+    assert "| -0.50 [-0.50, -0.50] | 10.0 [10.0, 10.0] |" in new  # seed 2 has no partner
+    (base,) = (line for line in lines if line.startswith("| g: base"))
+    assert "|  |  |" in base
+    assert len({line.count("|") for line in lines}) == 1

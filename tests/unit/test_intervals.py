@@ -24,3 +24,4 @@ def test_one_value_says_nothing_about_its_spread() -> None:
 def test_equal_values_leave_no_doubt() -> None:
     assert half_width_95([0.5, 0.5, 0.5]) == 0.0
     assert show_interval([0.5, 0.5, 0.5]) == "0.50 [0.50, 0.50]"
+    assert show_interval([0.5, 0.5, 0.5], 1) == "0.5 [0.5, 0.5]"

@@ -20,9 +20,8 @@ def half_width_95(values: Sequence[float]) -> float:
     return float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def show_interval(values: Sequence[float]) -> str:
+def show_interval(values: Sequence[float], num_digits: int = 2) -> str:
     """The mean and its 95 % interval, such as "-0.44 [-0.56, -0.32]"."""
     mean, half = statistics.mean(values), half_width_95(values)
-    if math.isinf(half):
-        return f"{mean:.2f}"
-    return f"{mean:.2f} [{mean - half:.2f}, {mean + half:.2f}]"
+    shown, low, high = (f"{each:.{num_digits}f}" for each in (mean, mean - half, mean + half))
+    return shown if math.isinf(half) else f"{shown} [{low}, {high}]"
