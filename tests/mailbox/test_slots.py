@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -106,6 +108,7 @@ def test_a_message_waits_for_an_earlier_one_to_the_same_receiver_and_for_nothing
 
     topology = build_topology("exponential", ranks.size)
     mailbox = ranks.open(topology, num_payload_bytes=1000, num_slot_rounds=3, kind=Held)
+    mailbox._patience_seconds = math.inf
     rounds_by_receiver: dict[int, list[int]] = {}
     for round_number in range(3):
         (to,) = topology.out_neighbours(ranks.rank, round_number)
@@ -127,6 +130,27 @@ def test_a_message_waits_for_an_earlier_one_to_the_same_receiver_and_for_nothing
     held.Complete()
     assert sorted(number for number, *_ in take(mailbox, 2)) == [0, 1, 2]
     mailbox.free()
+
+
+def test_a_put_whose_request_is_never_done_is_flushed_and_holds_nothing_up(ranks):
+    never = MPI.Grequest.Start()
+
+    class Forgotten(PushSumWindow):
+        def _begin(self, put):
+            super()._begin(put)
+            if put.round_number == 1:
+                put.requests.append(never)
+
+    mailbox = ranks.open(num_payload_bytes=1000, num_slot_rounds=3, kind=Forgotten)
+    mailbox._patience_seconds = 0.1
+    for round_number in range(6):
+        send(mailbox, round_number, round_number)
+        ((number, *_, payload),) = take(mailbox, round_number)
+        assert number == round_number
+        assert (payload == round_number).all()
+    mailbox.free()
+    never.Complete()
+    assert never.Test()
 
 
 def test_it_may_begin_at_any_round(ranks):

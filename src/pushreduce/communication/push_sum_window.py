@@ -40,6 +40,9 @@ _MAX_PROBLEM_BYTES = 400
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 5e-5, 1e-3
 _PAUSE_SHARE = 1 / 8
 """The helper thread's pause between two looks at what is under way, of the time in which nothing has happened."""
+_LEAST_PATIENCE_SECONDS, _PATIENCE = 1.0, 4.0
+"""A put's requests are waited for so many times as long as the slowest message has taken, then it is flushed anyway:
+once, between hosts on MPICH 5.0.2 (UCX), a request was not done for minutes although its message had arrived."""
 _COUNTER = MPI.INT64_T
 
 _Slots = list[tuple[int, tuple[int, int]]]
@@ -57,6 +60,7 @@ class _Put:
     """Lent; shared by the receivers of a message."""
     requests: list[MPI.Request] | None = None
     """None: not begun."""
+    begun: float = math.nan
 
 
 class PushSumWindow(Mailbox):
@@ -113,6 +117,7 @@ class PushSumWindow(Mailbox):
         self._num_jobs_done = 0  # by the helper thread
         self._puts: list[_Put] = []  # the main thread appends, the helper thread removes
         self._owed: list[_Empty] = []  # the helper thread's
+        self._patience_seconds = _LEAST_PATIENCE_SECONDS  # likewise
         self._failure: BaseException | None = None
         self._slots.Lock_all(MPI.MODE_NOCHECK)  # nobody locks exclusively
         self._counters.Lock_all(MPI.MODE_NOCHECK)
@@ -191,7 +196,7 @@ class PushSumWindow(Mailbox):
             words = (part.stop - part.start) // 8
             source, target = (put.buffer[part], words, _COUNTER), (start + part.start, words, _COUNTER)
             requests.append(self._slots.Rput(source, put.to, target))
-        put.requests = requests
+        put.requests, put.begun = requests, time.perf_counter()
 
     def _publish_empty(self, round_number: int, to: int, slot: tuple[int, int]) -> None:
         self._post((self._owed.append, ((round_number, to, slot),)))
@@ -298,10 +303,15 @@ class PushSumWindow(Mailbox):
             if put.requests is None:
                 self._begin(put)
             assert put.requests is not None
-            if not MPI.Request.Testall(put.requests):
+            waited_seconds = time.perf_counter() - put.begun
+            is_late = waited_seconds > self._patience_seconds
+            if not MPI.Request.Testall(put.requests) and not is_late:
                 occupied.add(put.to)
                 continue
             self._publish(put)
+            taken_seconds = time.perf_counter() - put.begun
+            if not is_late or taken_seconds > 1.1 * waited_seconds:  # its flush took long: it was on its way
+                self._patience_seconds = max(self._patience_seconds, _PATIENCE * taken_seconds)
             self._puts.remove(put)
             if all(other.buffer is not put.buffer for other in list(self._puts)):
                 self._free_buffers.append(put.buffer)
