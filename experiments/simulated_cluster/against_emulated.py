@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "benchmarks"), str
 import numpy as np  # noqa: E402
 import pieces  # noqa: E402
 from blocks import read  # noqa: E402
-from pairs import describe  # noqa: E402
+from pairs import STATISTICS, describe  # noqa: E402
 from readme_tables import insert_table  # noqa: E402
 from tables import summarise, write_csv  # noqa: E402
 
@@ -36,18 +36,7 @@ from pushreduce.simulation.timing import allreduce, lasgd, overlapped_allreduce 
 BOUND = 0.05
 PARAMETER_BYTES = [4 * pieces.WIDTH**2] * pieces.NUM_LAYERS
 MODEL_BYTES = sum(PARAMETER_BYTES)
-COLUMNS = (
-    "num_hosts",
-    "system",
-    "measured_ms",
-    "simulated_ms",
-    "median",
-    "ci_low",
-    "ci_high",
-    "min",
-    "max",
-    "n",
-)
+COLUMNS = ("num_hosts", "system", "measured_ms", "simulated_ms", *STATISTICS)
 
 
 def push(tau: int) -> Callable[[ClusterModel, Seconds], TimeLine]:

@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 import pieces  # noqa: E402
 from blocks import read  # noqa: E402
-from pairs import describe, judge  # noqa: E402
+from pairs import STATISTICS, describe, judge  # noqa: E402
 from readme_tables import insert_table  # noqa: E402
 
 from pushreduce.training.curves import COLOURS, STYLE  # noqa: E402
@@ -28,19 +28,7 @@ from pushreduce.training.curves import COLOURS, STYLE  # noqa: E402
 PAPER_TABLE_2 = ROOT / "experiments" / "lasgd_paper" / "lasgd_table2.csv"
 COLUMNS = ("num_hosts", "algorithm", "block", "iteration_ms", "compute_ms_slowest", "compute_ms_mean")
 COLUMNS += ("num_steps", "rate_mbit", "stretch", "cpu_share", "load_average", "commit")
-RESULT_COLUMNS = (
-    "measure",
-    "num_hosts",
-    "median",
-    "ci_low",
-    "ci_high",
-    "min",
-    "max",
-    "n",
-    "bound",
-    "verdict",
-    "commits",
-)
+RESULT_COLUMNS = ("measure", "num_hosts", *STATISTICS, "bound", "verdict", "commits")
 Key = tuple[int, str]
 """(number of hosts, system)"""
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 NUM_RESAMPLES = 10_000
+STATISTICS = ("median", "ci_low", "ci_high", "min", "max", "n")
 
 
 def describe(values: Sequence[float]) -> dict[str, Any]:
