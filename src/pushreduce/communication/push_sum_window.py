@@ -40,7 +40,7 @@ _MAX_PROBLEM_BYTES = 400
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 5e-5, 1e-3
 _PAUSE_SHARE = 1 / 8
 """The helper thread's pause between two looks at what is under way, of the time in which nothing has happened."""
-_LEAST_PATIENCE_SECONDS, _PATIENCE = 1.0, 4.0
+_LEAST_PATIENCE_SECONDS, _MOST_PATIENCE_SECONDS, _PATIENCE = 1.0, 60.0, 4.0
 """A put's requests are waited for so many times as long as the slowest message has taken, then it is flushed anyway:
 once, between hosts on MPICH 5.0.2 (UCX), a request was not done for minutes although its message had arrived."""
 _COUNTER = MPI.INT64_T
@@ -156,6 +156,7 @@ class PushSumWindow(Mailbox):
 
     def send_ends_only(self, num_bytes: int) -> None:
         """Until `restart()` only the first and the last `num_bytes` of a longer message are sent, by two puts."""
+        assert not self._puts
         if 2 * num_bytes < self.num_message_bytes:
             end = self.num_message_bytes
             self._put_ranges = [slice(0, num_bytes), slice(end - num_bytes, end)]
@@ -311,7 +312,8 @@ class PushSumWindow(Mailbox):
             self._publish(put)
             taken_seconds = time.perf_counter() - put.begun
             if not is_late or taken_seconds > 1.1 * waited_seconds:  # its flush took long: it was on its way
-                self._patience_seconds = max(self._patience_seconds, _PATIENCE * taken_seconds)
+                longer_seconds = min(_PATIENCE * taken_seconds, _MOST_PATIENCE_SECONDS)
+                self._patience_seconds = max(self._patience_seconds, longer_seconds)
             self._puts.remove(put)
             if all(other.buffer is not put.buffer for other in list(self._puts)):
                 self._free_buffers.append(put.buffer)
