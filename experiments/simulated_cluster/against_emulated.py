@@ -26,35 +26,26 @@ from pairs import STATISTICS, describe  # noqa: E402
 from readme_tables import insert_table  # noqa: E402
 from tables import summarise, write_csv  # noqa: E402
 
-from pushreduce.communication.topology import build_topology  # noqa: E402
 from pushreduce.settings_file import SettingsError  # noqa: E402
 from pushreduce.simulation.cluster_model import ClusterModel, load_cluster_model  # noqa: E402
-from pushreduce.simulation.push_timing import sgp  # noqa: E402
+from pushreduce.simulation.planning import VARIANTS  # noqa: E402
 from pushreduce.simulation.time_line import Seconds, TimeLine  # noqa: E402
-from pushreduce.simulation.timing import allreduce, lasgd, overlapped_allreduce  # noqa: E402
 
 BOUND = 0.05
 PARAMETER_BYTES = [4 * pieces.WIDTH**2] * pieces.NUM_LAYERS
-MODEL_BYTES = sum(PARAMETER_BYTES)
 COLUMNS = ("num_hosts", "system", "measured_ms", "simulated_ms", *STATISTICS)
 
 
-def push(tau: int) -> Callable[[ClusterModel, Seconds], TimeLine]:
-    """SGP, or OSGP(tau), on the exponential graph."""
-    return lambda model, compute: sgp(
-        model, MODEL_BYTES, compute, build_topology("exponential", compute.shape[1]), tau
-    )
+def program_of(name: str) -> Callable[[ClusterModel, Seconds], TimeLine]:
+    """That of `scripts/plan`, for the measured model."""
+    (program,) = (variant.program for variant in VARIANTS if variant.name == name)
+    return lambda model, compute: program(model, PARAMETER_BYTES, compute)
 
 
 SYSTEMS: dict[str, Callable[[ClusterModel, Seconds], TimeLine]] = {
-    "SGD-AR, no overlap": lambda model, compute: allreduce(model, PARAMETER_BYTES, compute),
-    "SGD-AR": lambda model, compute: overlapped_allreduce(model, PARAMETER_BYTES, compute),
-    "LASGD(1)": lambda model, compute: lasgd(model, MODEL_BYTES, compute, 1),
-    "LASGD(5)": lambda model, compute: lasgd(model, MODEL_BYTES, compute, 5),
-    pieces.INTENSIVE: lambda model, compute: lasgd(model, MODEL_BYTES, compute, 5),
-    "SGP": push(0),
-    pieces.NO_JITTER: push(0),
-    "OSGP(1)": push(1),
+    **{name: program_of(name) for name in pieces.OURS},
+    pieces.NO_JITTER: program_of("SGP"),
+    pieces.INTENSIVE: program_of("LASGD(5)"),
 }
 """What of experiments/speed is simulated: the systems whose communication is this program's."""
 

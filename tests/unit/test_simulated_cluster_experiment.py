@@ -12,7 +12,7 @@ import pytest
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 sys.path[:0] = [str(EXPERIMENTS / "simulated_cluster"), str(EXPERIMENTS / "speed")]
 import pieces  # noqa: E402
-from against_emulated import MODEL_BYTES, SYSTEMS, compare, table  # noqa: E402
+from against_emulated import PARAMETER_BYTES, SYSTEMS, compare, table  # noqa: E402
 
 from pushreduce.simulation.cluster_model import ClusterModel  # noqa: E402
 
@@ -48,7 +48,7 @@ def test_its_own_time_line_is_found_again(system):
 
 def test_every_system_is_simulated_as_what_it_is():
     assert set(SYSTEMS) == {*pieces.OURS, pieces.NO_JITTER, pieces.INTENSIVE}
-    assert MODEL_BYTES == 4 * pieces.NUM_PARAMETERS
+    assert sum(PARAMETER_BYTES) == 4 * pieces.NUM_PARAMETERS
     compute = 0.2 * np.random.default_rng(2).lognormal(
         0.0, 0.3, (60, 4)
     )  # a message takes 168 ms, an average 252
