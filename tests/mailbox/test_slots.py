@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
@@ -11,6 +9,7 @@ pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
 
 from mpi4py import MPI
 
+from pushreduce.communication import push_sum_window
 from pushreduce.communication.mailbox import MailboxError
 from pushreduce.communication.push_sum_window import PushSumWindow
 from pushreduce.communication.topology import build_topology
@@ -108,7 +107,6 @@ def test_a_message_waits_for_an_earlier_one_to_the_same_receiver_and_for_nothing
 
     topology = build_topology("exponential", ranks.size)
     mailbox = ranks.open(topology, num_payload_bytes=1000, num_slot_rounds=3, kind=Held)
-    mailbox._patience_seconds = math.inf
     rounds_by_receiver: dict[int, list[int]] = {}
     for round_number in range(3):
         (to,) = topology.out_neighbours(ranks.rank, round_number)
@@ -132,25 +130,65 @@ def test_a_message_waits_for_an_earlier_one_to_the_same_receiver_and_for_nothing
     mailbox.free()
 
 
-def test_a_put_whose_request_is_never_done_is_flushed_and_holds_nothing_up(ranks):
-    never = MPI.Grequest.Start()
+class Held(PushSumWindow):
+    """The put of the round `held_round` is done when the test says so."""
 
-    class Forgotten(PushSumWindow):
-        def _begin(self, put):
-            super()._begin(put)
-            if put.round_number == 1:
-                put.requests.append(never)
+    held_round = 0
+    num_looks = 0
 
-    mailbox = ranks.open(num_payload_bytes=1000, num_slot_rounds=3, kind=Forgotten)
-    mailbox._patience_seconds = 0.1
-    for round_number in range(6):
-        send(mailbox, round_number, round_number)
-        ((number, *_, payload),) = take(mailbox, round_number)
-        assert number == round_number
-        assert (payload == round_number).all()
+    def _begin(self, put):
+        super()._begin(put)
+        if put.round_number == self.held_round:
+            self.held = MPI.Grequest.Start()
+            put.requests.append(self.held)
+
+    def _tend_puts(self):
+        self.num_looks += 1
+        return super()._tend_puts()
+
+    def wait_for_looks(self):
+        begin = self.num_looks
+        assert self._wait_until(lambda: self.num_looks >= begin + 3, 60.0), "the helper thread sleeps"
+
+
+def test_a_grant_waits_for_a_put_to_the_same_rank_and_for_nothing_else(ranks):
+    mailbox = ranks.open(num_payload_bytes=1000, num_slot_rounds=2, kind=Held)
+    to = (ranks.rank + 1) % ranks.size
+    if ranks.rank != 0:
+        mailbox.held_round = -1
+    send(mailbox, 0, 0)
+    if ranks.rank != 1:  # to which rank 0 sends
+        take(mailbox, 0)
+    if ranks.rank == 0:
+        mailbox.wait_for_looks()
+    ranks.allgather(None)
+    if to == 0:  # rank 0 has applied this rank's message, while its put to rank 1 was held
+        if ranks.size == 2:
+            assert not mailbox.is_granted(2, to)
+        else:
+            assert mailbox.reserve(2, to)
+    ranks.allgather(None)
+    if ranks.rank == 0:
+        mailbox.held.Complete()
+    if ranks.rank == 1:
+        take(mailbox, 0)
+    assert mailbox.reserve(2, to)
     mailbox.free()
-    never.Complete()
-    assert never.Test()
+
+
+def test_the_helper_thread_looks_again_when_it_is_slower_than_its_pauses(ranks, monkeypatch):
+    """On a crowded machine it gets no processor for longer than it wanted to sleep."""
+    monkeypatch.setattr(push_sum_window, "_SHORTEST_PAUSE_SECONDS", 1e-9)
+    monkeypatch.setattr(push_sum_window, "_LONGEST_PAUSE_SECONDS", 1e-9)
+    mailbox = ranks.open(num_payload_bytes=1000, num_slot_rounds=3, kind=Held)
+    for round_number in range(30):
+        mailbox.held_round = round_number
+        send(mailbox, round_number, round_number)
+        mailbox.wait_for_looks()
+        mailbox.held.Complete()
+        ((number, *_),) = take(mailbox, round_number)
+        assert number == round_number
+    mailbox.free()
 
 
 def test_it_may_begin_at_any_round(ranks):
@@ -225,5 +263,4 @@ def test_what_fails_in_the_helper_thread_fails_here(ranks):
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
     mailbox._failure = None
     mailbox._puts.clear()  # done: only then it fails
-    mailbox._num_jobs_done = mailbox._num_jobs
     mailbox.free()

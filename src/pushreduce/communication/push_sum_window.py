@@ -7,8 +7,9 @@ A message is published in this order, since MPI orders nothing inside one put: p
 into the receiver's counter, by an atomic Accumulate; Flush. The main thread begins the put, the helper thread does the
 rest while the main thread computes. A Flush spins, and takes a core from computation: the helper thread sleeps between
 looks at a put's requests, and flushes when they are done. And a Flush waits for all that is on its way to a rank: a put
-begins when the message before it, to the same receiver, has been published. Between hosts both ends of a put need to
-enter MPI now and then: Horovod's background thread does, the helper thread while it waits, and every wait here.
+begins when the message before it, to the same receiver, has been published, and a grant is sent when no put to its rank
+is on its way. Between hosts both ends of a put need to enter MPI now and then: Horovod's background thread does, the
+helper thread while it waits, and every wait here.
 
 Rules that implementations impose: `Win.Allocate` only (memory of one's own loses data on some), no atomics but on
 int64, both datatypes of an Accumulate named alike (MPICH refuses a mixture), windows unlocked before MPI's
@@ -19,7 +20,6 @@ on a communicator keeps the interpreter's lock until all ranks have come, and th
 from __future__ import annotations
 
 import math
-import queue
 import threading
 import time
 from collections import deque
@@ -40,13 +40,9 @@ _MAX_PROBLEM_BYTES = 400
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 5e-5, 1e-3
 _PAUSE_SHARE = 1 / 8
 """The helper thread's pause between two looks at what is under way, of the time in which nothing has happened."""
-_LEAST_PATIENCE_SECONDS, _MOST_PATIENCE_SECONDS, _PATIENCE = 1.0, 60.0, 4.0
-"""A put's requests are waited for so many times as long as the slowest message has taken, then it is flushed anyway:
-once, between hosts on MPICH 5.0.2 (UCX), a request was not done for minutes although its message had arrived."""
 _COUNTER = MPI.INT64_T
 
 _Slots = list[tuple[int, tuple[int, int]]]
-_Empty = tuple[int, int, tuple[int, int]]
 
 
 @dataclass(eq=False)
@@ -60,7 +56,16 @@ class _Put:
     """Lent; shared by the receivers of a message."""
     requests: list[MPI.Request] | None = None
     """None: not begun."""
-    begun: float = math.nan
+
+
+@dataclass(eq=False)
+class _Owed:
+    """A counter to be set at `to`: a grant, or an empty message, which waits until its round is granted."""
+
+    to: int
+    index: int
+    value: int
+    awaited_round: int | None = None
 
 
 class PushSumWindow(Mailbox):
@@ -112,12 +117,13 @@ class PushSumWindow(Mailbox):
 
         self._num_buffers = 0
         self._free_buffers: deque[Bytes] = deque()
-        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        self._num_jobs = 0  # counted by the main thread
-        self._num_jobs_done = 0  # by the helper thread
-        self._puts: list[_Put] = []  # the main thread appends, the helper thread removes
-        self._owed: list[_Empty] = []  # the helper thread's
-        self._patience_seconds = _LEAST_PATIENCE_SECONDS  # likewise
+        # The main thread appends to both lists, the helper thread removes.
+        self._puts: list[_Put] = []
+        self._owed: list[_Owed] = []
+        # Not a SimpleQueue: its get(timeout) may wait for ever where its thread gets the processor after the timeout
+        # (CPython 3.11: the time that is left becomes negative, which it takes for none given).
+        self._has_work = threading.Event()
+        self._is_closing = False
         self._failure: BaseException | None = None
         self._slots.Lock_all(MPI.MODE_NOCHECK)  # nobody locks exclusively
         self._counters.Lock_all(MPI.MODE_NOCHECK)
@@ -186,7 +192,7 @@ class PushSumWindow(Mailbox):
             if put.to not in occupied:
                 self._begin(put)
         self._puts.extend(puts)
-        self._post((self._tend_puts, ()))
+        self._has_work.set()
 
     def _begin(self, put: _Put) -> None:
         s, p = put.slot
@@ -197,14 +203,17 @@ class PushSumWindow(Mailbox):
             words = (part.stop - part.start) // 8
             source, target = (put.buffer[part], words, _COUNTER), (start + part.start, words, _COUNTER)
             requests.append(self._slots.Rput(source, put.to, target))
-        put.requests, put.begun = requests, time.perf_counter()
+        put.requests = requests
 
     def _publish_empty(self, round_number: int, to: int, slot: tuple[int, int]) -> None:
-        self._post((self._owed.append, ((round_number, to, slot),)))
+        owed = _Owed(to, self._arrived_index(slot), -(round_number + 1), awaited_round=round_number)
+        self._owed.append(owed)
+        self._has_work.set()
 
     def _grant(self, round_number: int, to: int, s: int) -> None:
         index = self._arrived.size + self.rank * self.num_slot_rounds + s
-        self._post((self._set_counter, (to, index, round_number + 1)))
+        self._owed.append(_Owed(to, index, round_number + 1))
+        self._has_work.set()
 
     def _read_arrived(self) -> NDArray[np.int64]:
         self._check_failure()
@@ -225,7 +234,8 @@ class PushSumWindow(Mailbox):
         self._close()
 
     def _close(self) -> None:
-        self._jobs.put(None)
+        self._is_closing = True
+        self._has_work.set()
         self._helper.join()
         assert not self._puts, "a message is under way"
         # numpy's views of the memory end with it, and the send buffers even where this object is kept.
@@ -246,7 +256,7 @@ class PushSumWindow(Mailbox):
         def is_idle() -> bool:
             self._check_failure()
             self._communicator.Iprobe()  # progress: another rank may be flushing
-            return self._num_jobs_done == self._num_jobs and not self._puts
+            return not self._puts and all(owed.awaited_round is not None for owed in list(self._owed))
 
         self._wait_until(is_idle, math.inf)
 
@@ -261,10 +271,6 @@ class PushSumWindow(Mailbox):
     def _complete(self, request: MPI.Request) -> None:
         self._wait_until(request.Test, math.inf)
 
-    def _post(self, job: tuple) -> None:
-        self._num_jobs += 1
-        self._jobs.put(job)
-
     def _check_failure(self) -> None:
         if self._failure is not None:
             raise MailboxError(f"the mailbox of rank {self.rank} has failed") from self._failure
@@ -272,24 +278,20 @@ class PushSumWindow(Mailbox):
     # -- the helper thread -----------------------------------------------------------------------------------------
 
     def _help(self) -> None:
-        """Does what the main thread posts, in order, until it posts None; tends what is under way meanwhile."""
+        """Tends what the main thread has put into the lists, until that closes the mailbox."""
         last_event = time.perf_counter()
         try:
             while True:
                 pause = _PAUSE_SHARE * (time.perf_counter() - last_event)
                 pause = min(max(pause, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
-                try:
-                    job = self._jobs.get(timeout=pause if self._puts or self._owed else None)
-                except queue.Empty:
-                    has_happened = self._tend_puts()
-                else:
-                    if job is None:
-                        return
-                    action, arguments = job
-                    action(*arguments)
-                    self._num_jobs_done += 1
-                    has_happened = True
-                if self._pay() or has_happened:
+                is_new = self._has_work.wait(pause if self._puts or self._owed else None)
+                self._has_work.clear()  # before the looks: what comes after them sets it again
+                if self._is_closing:
+                    return
+                has_published = self._tend_puts()
+                occupied = {put.to for put in list(self._puts)}
+                num_paid = sum(self._pay(to) for to in {owed.to for owed in list(self._owed)} - occupied)
+                if is_new or has_published or num_paid:
                     last_event = time.perf_counter()
         except BaseException as error:
             self._failure = error  # for the main thread, whose next call raises it
@@ -302,18 +304,13 @@ class PushSumWindow(Mailbox):
             if put.to in occupied:
                 continue
             if put.requests is None:
+                self._pay(put.to)
                 self._begin(put)
             assert put.requests is not None
-            waited_seconds = time.perf_counter() - put.begun
-            is_late = waited_seconds > self._patience_seconds
-            if not MPI.Request.Testall(put.requests) and not is_late:
+            if not MPI.Request.Testall(put.requests):
                 occupied.add(put.to)
                 continue
             self._publish(put)
-            taken_seconds = time.perf_counter() - put.begun
-            if not is_late or taken_seconds > 1.1 * waited_seconds:  # its flush took long: it was on its way
-                longer_seconds = min(_PATIENCE * taken_seconds, _MOST_PATIENCE_SECONDS)
-                self._patience_seconds = max(self._patience_seconds, longer_seconds)
             self._puts.remove(put)
             if all(other.buffer is not put.buffer for other in list(self._puts)):
                 self._free_buffers.append(put.buffer)
@@ -322,22 +319,26 @@ class PushSumWindow(Mailbox):
 
     def _publish(self, put: _Put) -> None:
         self._slots.Flush(put.to)  # done requests say that the buffer has been read, and no more
-        s, p = put.slot
-        self._set_counter(put.to, s * self.num_places + p, put.round_number + 1)
+        self._set_counter(_Owed(put.to, self._arrived_index(put.slot), put.round_number + 1))
 
-    def _pay(self) -> bool:
-        """Publishes the empty messages whose slots have been granted; whether there were any."""
-        payable = [each for each in self._owed if self._is_granted(*each[:2])]
-        for empty in payable:
-            round_number, to, (s, p) = empty
-            self._set_counter(to, s * self.num_places + p, -(round_number + 1))
-            self._owed.remove(empty)
-        return bool(payable)
+    def _pay(self, to: int) -> int:
+        """Sets the counters that are due to a rank to which no put is on its way; how many there were."""
+        due = []
+        for owed in list(self._owed):
+            if owed.to == to and (owed.awaited_round is None or self._is_granted(owed.awaited_round, to)):
+                due.append(owed)
+        for owed in due:
+            self._set_counter(owed)
+            self._owed.remove(owed)
+        return len(due)
 
-    def _set_counter(self, to: int, index: int, value: int) -> None:
-        number = np.array([value], np.int64)  # MPI may read it until the flush
-        self._counters.Accumulate([number, 1, _COUNTER], to, (index, 1, _COUNTER), op=MPI.REPLACE)
-        self._counters.Flush(to)
+    def _set_counter(self, owed: _Owed) -> None:
+        number = np.array([owed.value], np.int64)  # MPI may read it until the flush
+        self._counters.Accumulate([number, 1, _COUNTER], owed.to, (owed.index, 1, _COUNTER), op=MPI.REPLACE)
+        self._counters.Flush(owed.to)
+
+    def _arrived_index(self, slot: tuple[int, int]) -> int:
+        return slot[0] * self.num_places + slot[1]
 
 
 def _aligned(num_bytes: int) -> Bytes:
