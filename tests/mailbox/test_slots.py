@@ -93,54 +93,22 @@ def test_buffers_are_lent_until_the_message_has_left(ranks):
     mailbox.free()
 
 
-def test_a_message_waits_for_an_earlier_one_to_the_same_receiver_and_for_nothing_else(ranks):
-    held = MPI.Grequest.Start()
-
-    begun: list[int] = []
-
-    class Held(PushSumWindow):
-        def _begin(self, put):
-            begun.append(put.round_number)
-            super()._begin(put)
-            if put.round_number == 0:
-                put.requests.append(held)
-
-    topology = build_topology("exponential", ranks.size)
-    mailbox = ranks.open(topology, num_payload_bytes=1000, num_slot_rounds=3, kind=Held)
-    rounds_by_receiver: dict[int, list[int]] = {}
-    for round_number in range(3):
-        (to,) = topology.out_neighbours(ranks.rank, round_number)
-        rounds_by_receiver.setdefault(to, []).append(round_number)
-        assert mailbox.reserve(round_number, to)
-        mailbox.outgoing()[:] = round_number
-        mailbox.send(round_number, [to], 1.0)
-    behind = rounds_by_receiver[topology.out_neighbours(ranks.rank, 0)[0]][1:]
-    others = [number for number in range(1, 3) if number not in behind]
-
-    def has_come(number: int) -> bool:
-        return mailbox._read_arrived()[number, 0] == number + 1
-
-    assert mailbox._wait_until(lambda: all(map(has_come, others)), 60.0)
-    assert behind  # there is always one
-    assert sorted(begun) == [0, *others]
-    assert not any(map(has_come, [0, *behind]))
-    ranks.allgather(None)
-    held.Complete()
-    assert sorted(number for number, *_ in take(mailbox, 2)) == [0, 1, 2]
-    mailbox.free()
-
-
 class Held(PushSumWindow):
-    """The put of the round `held_round` is done when the test says so."""
+    """The puts of `held_rounds` are done when the test says so."""
 
-    held_round = 0
-    num_looks = 0
+    def __init__(self, *args, **kwargs):
+        self.held: dict[int, MPI.Grequest] = {}
+        self.held_rounds: set[int] = set()
+        self.begun: list[int] = []
+        self.num_looks = 0
+        super().__init__(*args, **kwargs)
 
     def _begin(self, put):
         super()._begin(put)
-        if put.round_number == self.held_round:
-            self.held = MPI.Grequest.Start()
-            put.requests.append(self.held)
+        self.begun.append(put.round_number)
+        if put.round_number in self.held_rounds:
+            self.held[put.round_number] = MPI.Grequest.Start()
+            put.requests.append(self.held[put.round_number])
 
     def _tend_puts(self):
         self.num_looks += 1
@@ -151,28 +119,60 @@ class Held(PushSumWindow):
         assert self._wait_until(lambda: self.num_looks >= begin + 3, 60.0), "the helper thread sleeps"
 
 
+def test_a_message_waits_for_an_earlier_one_to_the_same_receiver_and_for_nothing_else(ranks):
+    topology = build_topology("exponential", ranks.size)
+    num_rounds = topology.period + 1
+    mailbox = ranks.open(topology, num_payload_bytes=1000, num_slot_rounds=num_rounds, kind=Held)
+    mailbox.held_rounds = {0}
+    rounds_by_receiver: dict[int, list[int]] = {}
+    for round_number in range(num_rounds):
+        (to,) = topology.out_neighbours(ranks.rank, round_number)
+        rounds_by_receiver.setdefault(to, []).append(round_number)
+        assert mailbox.reserve(round_number, to)
+        mailbox.outgoing()[:] = round_number
+        mailbox.send(round_number, [to], 1.0)
+    behind = rounds_by_receiver[topology.out_neighbours(ranks.rank, 0)[0]][1:]
+    others = [number for number in range(1, num_rounds) if number not in behind]
+
+    def has_come(number: int) -> bool:
+        return mailbox._read_arrived()[number, 0] == number + 1
+
+    assert mailbox._wait_until(lambda: all(map(has_come, others)), 60.0)
+    assert behind  # the last one at least
+    assert sorted(mailbox.begun) == [0, *others]
+    assert not any(map(has_come, [0, *behind]))
+    ranks.allgather(None)
+    mailbox.held[0].Complete()
+    assert sorted(number for number, *_ in take(mailbox, num_rounds - 1)) == list(range(num_rounds))
+    mailbox.free()
+
+
 def test_a_grant_waits_for_a_put_to_the_same_rank_and_for_nothing_else(ranks):
-    mailbox = ranks.open(num_payload_bytes=1000, num_slot_rounds=2, kind=Held)
-    to = (ranks.rank + 1) % ranks.size
-    if ranks.rank != 0:
-        mailbox.held_round = -1
-    send(mailbox, 0, 0)
-    if ranks.rank != 1:  # to which rank 0 sends
-        take(mailbox, 0)
+    """Rank 0's two puts to rank 1 are held, the second of which waits for the first."""
+    mailbox = ranks.open(num_payload_bytes=1000, num_slot_rounds=3, kind=Held)
+    to, is_last = (ranks.rank + 1) % ranks.size, ranks.rank == ranks.size - 1
     if ranks.rank == 0:
+        mailbox.held_rounds = {0, 1}
+    send(mailbox, 0, 0)
+    send(mailbox, 1, 1)
+    if ranks.rank == 0:
+        take(mailbox, 0)  # the last rank's: it may send again, if it is told
         mailbox.wait_for_looks()
     ranks.allgather(None)
-    if to == 0:  # rank 0 has applied this rank's message, while its put to rank 1 was held
-        if ranks.size == 2:
-            assert not mailbox.is_granted(2, to)
-        else:
-            assert mailbox.reserve(2, to)
+    if is_last and ranks.size == 2:
+        assert not mailbox.is_granted(3, to)
+    elif is_last:
+        assert mailbox.reserve(3, to)
     ranks.allgather(None)
     if ranks.rank == 0:
-        mailbox.held.Complete()
-    if ranks.rank == 1:
-        take(mailbox, 0)
-    assert mailbox.reserve(2, to)
+        mailbox.held[0].Complete()
+    if is_last:
+        assert mailbox.reserve(3, to)  # between the two puts
+    ranks.allgather(None)
+    if ranks.rank == 0:
+        assert mailbox._wait_until(lambda: 1 in mailbox.held, 60.0)
+        mailbox.held[1].Complete()
+    take(mailbox, 1)
     mailbox.free()
 
 
@@ -181,13 +181,22 @@ def test_the_helper_thread_looks_again_when_it_is_slower_than_its_pauses(ranks, 
     monkeypatch.setattr(push_sum_window, "_SHORTEST_PAUSE_SECONDS", 1e-9)
     monkeypatch.setattr(push_sum_window, "_LONGEST_PAUSE_SECONDS", 1e-9)
     mailbox = ranks.open(num_payload_bytes=1000, num_slot_rounds=3, kind=Held)
-    for round_number in range(30):
-        mailbox.held_round = round_number
-        send(mailbox, round_number, round_number)
+    for round_number in range(300):
+        mailbox.held_rounds = {round_number}
+        send(mailbox, round_number, 1)
         mailbox.wait_for_looks()
-        mailbox.held.Complete()
+        mailbox.held[round_number].Complete()
         ((number, *_),) = take(mailbox, round_number)
         assert number == round_number
+        assert mailbox._wait_until(lambda: not mailbox._puts, 60.0)  # else the next is not begun at once
+    mailbox.free()
+
+
+def test_what_is_sent_to_nobody_gives_its_buffer_back(ranks):
+    mailbox = ranks.open(num_slot_rounds=2)
+    for round_number in range(4):
+        mailbox.outgoing()
+        mailbox.send(round_number, [], 0.0)
     mailbox.free()
 
 

@@ -4,12 +4,12 @@ Owns two windows (the slots, as bytes, and the counters, as int64), the send buf
 a message takes and when is `mailbox.py`'s; whether MPI keeps its promises is found out by `mailbox_check.py`.
 
 A message is published in this order, since MPI orders nothing inside one put: put of all of it; Flush; then its number
-into the receiver's counter, by an atomic Accumulate; Flush. The main thread begins the put, the helper thread does the
-rest while the main thread computes. A Flush spins, and takes a core from computation: the helper thread sleeps between
-looks at a put's requests, and flushes when they are done. And a Flush waits for all that is on its way to a rank: a put
-begins when the message before it, to the same receiver, has been published, and a grant is sent when no put to its rank
-is on its way. Between hosts both ends of a put need to enter MPI now and then: Horovod's background thread does, the
-helper thread while it waits, and every wait here.
+into the receiver's counter, by an atomic Accumulate; Flush. The main thread begins the put where it can, the helper
+thread does the rest while the main thread computes. A Flush spins, and takes a core from computation: so that thread
+sleeps between looks at a put's requests, and flushes when they are done. And a Flush waits for all that is on its way
+to a rank: a put begins when the message before it, to the same receiver, has been published, and other counters are
+set between puts to their rank. Between hosts both ends of a put need to enter MPI now and then: Horovod's background
+thread does, the helper thread while it waits, and every wait here.
 
 Rules that implementations impose: `Win.Allocate` only (memory of one's own loses data on some), no atomics but on
 int64, both datatypes of an Accumulate named alike (MPICH refuses a mixture), windows unlocked before MPI's
@@ -117,8 +117,7 @@ class PushSumWindow(Mailbox):
 
         self._num_buffers = 0
         self._free_buffers: deque[Bytes] = deque()
-        # The main thread appends to both lists, the helper thread removes.
-        self._puts: list[_Put] = []
+        self._puts: list[_Put] = []  # the main thread appends to both lists, the helper thread removes
         self._owed: list[_Owed] = []
         # Not a SimpleQueue: its get(timeout) may wait for ever where its thread gets the processor after the timeout
         # (CPython 3.11: the time that is left becomes negative, which it takes for none given).
@@ -186,6 +185,9 @@ class PushSumWindow(Mailbox):
 
     def _put(self, buffer: Bytes, round_number: int, slots: _Slots) -> None:
         self._check_failure()
+        if not slots:
+            self._free_buffers.append(buffer)
+            return
         puts = [_Put(to, slot, round_number, buffer) for to, slot in slots]
         occupied = {put.to for put in list(self._puts)}
         for put in puts:
@@ -206,8 +208,7 @@ class PushSumWindow(Mailbox):
         put.requests = requests
 
     def _publish_empty(self, round_number: int, to: int, slot: tuple[int, int]) -> None:
-        owed = _Owed(to, self._arrived_index(slot), -(round_number + 1), awaited_round=round_number)
-        self._owed.append(owed)
+        self._owed.append(_Owed(to, self._arrived_index(slot), -(round_number + 1), round_number))
         self._has_work.set()
 
     def _grant(self, round_number: int, to: int, s: int) -> None:
@@ -284,13 +285,16 @@ class PushSumWindow(Mailbox):
             while True:
                 pause = _PAUSE_SHARE * (time.perf_counter() - last_event)
                 pause = min(max(pause, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
-                is_new = self._has_work.wait(pause if self._puts or self._owed else None)
+                self._has_work.wait(pause if self._puts or self._owed else None)
+                is_new = self._has_work.is_set()
                 self._has_work.clear()  # before the looks: what comes after them sets it again
                 if self._is_closing:
                     return
                 has_published = self._tend_puts()
-                occupied = {put.to for put in list(self._puts)}
-                num_paid = sum(self._pay(to) for to in {owed.to for owed in list(self._owed)} - occupied)
+                num_paid = 0
+                for to in {owed.to for owed in list(self._owed)}:
+                    if all(put.to != to for put in list(self._puts)):
+                        num_paid += self._pay(to)
                 if is_new or has_published or num_paid:
                     last_event = time.perf_counter()
         except BaseException as error:
@@ -304,13 +308,13 @@ class PushSumWindow(Mailbox):
             if put.to in occupied:
                 continue
             if put.requests is None:
-                self._pay(put.to)
                 self._begin(put)
             assert put.requests is not None
             if not MPI.Request.Testall(put.requests):
                 occupied.add(put.to)
                 continue
             self._publish(put)
+            self._pay(put.to)  # before the next put to that rank can begin
             self._puts.remove(put)
             if all(other.buffer is not put.buffer for other in list(self._puts)):
                 self._free_buffers.append(put.buffer)
@@ -319,23 +323,22 @@ class PushSumWindow(Mailbox):
 
     def _publish(self, put: _Put) -> None:
         self._slots.Flush(put.to)  # done requests say that the buffer has been read, and no more
-        self._set_counter(_Owed(put.to, self._arrived_index(put.slot), put.round_number + 1))
+        self._set_counter(put.to, self._arrived_index(put.slot), put.round_number + 1)
 
     def _pay(self, to: int) -> int:
         """Sets the counters that are due to a rank to which no put is on its way; how many there were."""
-        due = []
+        num_paid = 0
         for owed in list(self._owed):
             if owed.to == to and (owed.awaited_round is None or self._is_granted(owed.awaited_round, to)):
-                due.append(owed)
-        for owed in due:
-            self._set_counter(owed)
-            self._owed.remove(owed)
-        return len(due)
+                self._set_counter(to, owed.index, owed.value)
+                self._owed.remove(owed)
+                num_paid += 1
+        return num_paid
 
-    def _set_counter(self, owed: _Owed) -> None:
-        number = np.array([owed.value], np.int64)  # MPI may read it until the flush
-        self._counters.Accumulate([number, 1, _COUNTER], owed.to, (owed.index, 1, _COUNTER), op=MPI.REPLACE)
-        self._counters.Flush(owed.to)
+    def _set_counter(self, to: int, index: int, value: int) -> None:
+        number = np.array([value], np.int64)  # MPI may read it until the flush
+        self._counters.Accumulate([number, 1, _COUNTER], to, (index, 1, _COUNTER), op=MPI.REPLACE)
+        self._counters.Flush(to)
 
     def _arrived_index(self, slot: tuple[int, int]) -> int:
         return slot[0] * self.num_places + slot[1]
