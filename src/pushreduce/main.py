@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pushreduce import command_line
-from pushreduce.communication import startup
+from pushreduce.communication import startup, stop_signals
 from pushreduce.settings import Settings, SettingsError, leaves, option
 
 if (
@@ -60,7 +60,7 @@ def _run(settings: Settings, communicator: Communicator) -> int:
         communicator,
         workload,
         device,
-        stop_signal=startup.install_signal_flag(settings.training.grace_seconds),
+        stop_signal=stop_signals.install_signal_flag(settings.training.grace_seconds),
         environment=describe_environment(communicator.size),
         start_command=launcher_command(communicator),
     )

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from pushreduce import command_line
-from pushreduce.communication import startup
+from pushreduce.communication import startup, stop_signals
 from pushreduce.settings import EmulationSettings, Settings, SettingsError
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _run(settings: Settings, model: ClusterModel) -> int:
         raise AgreedError(str(error)) from error
     workloads = [make_workload(rank) for rank in range(num_ranks)]
     del make_workload  # and with it the data set, of which every rank now has its share
-    stop_signal = startup.install_signal_flag(settings.training.grace_seconds, _abort)
+    stop_signal = stop_signals.install_signal_flag(settings.training.grace_seconds, _abort)
     environment = {**describe_process(num_ranks), "simulated": asdict(model)}
 
     def train(communicator: SimulatedCommunicator) -> int:

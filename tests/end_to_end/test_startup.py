@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs th
 
 PREAMBLE = """
 import os, signal, sys, threading, time
-from pushreduce.communication import startup
+from pushreduce.communication import startup, stop_signals
 def say(text): os.write(1, (text + "\\n").encode())
 """
 LAUNCH = str(Path(__file__).parents[2] / "scripts/launch")
@@ -167,7 +167,7 @@ def test_a_signal_to_the_launcher_lets_every_rank_save(
     with started(
         tmp_path,
         """
-read = startup.install_signal_flag(30)
+read = stop_signals.install_signal_flag(30)
 rank = startup.start(quiet=True).rank
 from mpi4py import MPI
 assert read() is None
@@ -196,7 +196,7 @@ def test_a_second_interrupt_aborts(tmp_path: Path) -> None:
     with started(
         tmp_path,
         """
-read = startup.install_signal_flag(30)
+read = stop_signals.install_signal_flag(30)
 startup.start()
 say(f"pid {os.getpid()}.")
 while read() is None: time.sleep(0.01)

@@ -13,7 +13,7 @@ import torch
 from test_loop import train
 
 from pushreduce import simulate
-from pushreduce.communication import startup
+from pushreduce.communication import stop_signals
 from pushreduce.settings import DataSettings
 from pushreduce.simulation.cluster_model import ClusterModel, save_cluster_model
 from pushreduce.simulation.cluster_transport import simulated_cluster
@@ -89,7 +89,7 @@ BAD_INPUT = {
 @pytest.mark.parametrize("name", list(BAD_INPUT))
 def test_bad_input_is_one_line_and_leaves_nothing_behind(name, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(startup, "install_signal_flag", lambda *_: lambda: None)  # this process is the tests'
+    monkeypatch.setattr(stop_signals, "install_signal_flag", lambda *_: lambda: None)  # this process is the tests'
     (tmp_path / "bad.yaml").write_text("num_host: 3\n")
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "settings.yaml").write_text("seed: 1\n")

@@ -1,8 +1,8 @@
 """The beginning and the end of a process: MPI, then Horovod, in one order everywhere, and the early ends.
 
 Owns the setting of what must be set before MPI starts (decided in `mpi_settings.py`), the checks that MPI and
-Horovod are fit to be used together, exit codes, the exception hook and the signal flag. The communication of
-a run is `horovod_mpi.py`'s. mpi4py and Horovod are imported inside functions only: importing this module
+Horovod are fit to be used together, exit codes and the exception hook. The communication of a run is
+`horovod_mpi.py`'s, its orderly stop on signals `stop_signals.py`'s. mpi4py and Horovod are imported inside functions only: importing this module
 starts nothing.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import signal
 import socket
 import sys
 import threading
@@ -19,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pushreduce.communication import emulated_host, host_leaders, mpi_settings
@@ -186,39 +185,6 @@ def install_exception_hook() -> None:
 
     sys.excepthook = end
     threading.excepthook = end_thread
-
-
-def _abort_as_rank(message: str, exit_code: int) -> NoReturn:
-    abort(f"rank {rank_without_horovod()}: {message}", exit_code)
-
-
-def install_signal_flag(
-    grace_seconds: float, abort_job: Callable[[str, int], object] = _abort_as_rank
-) -> Callable[[], int | None]:
-    """SIGTERM, SIGUSR1 and SIGINT set a flag from now on; returns its reader: the first's number, or None.
-
-    SIGUSR1, because Open MPI's mpirun passes it on without killing (`scripts/launch` makes use of that), and
-    Slurm is often told to send it. Where the process has not ended `grace_seconds` after the first signal, or on a
-    second SIGINT, the job is aborted with exit code 128 + the signal's number, by `abort_job(message, exit code)`.
-    """
-    received: list[int] = []
-
-    def give_up(number: int, why: str) -> None:
-        abort_job(f"{why}; the newest complete checkpoint is intact", 128 + number)
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGINT and signal.SIGINT in received:
-            give_up(number, "interrupted twice, aborting")
-        if not received:
-            why = f"not ended {grace_seconds:g} s after signal {number} (--grace-seconds), aborting"
-            timer = threading.Timer(grace_seconds, give_up, (number, why))
-            timer.daemon = True
-            timer.start()
-        received.append(number)
-
-    for signal_number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(signal_number, note)
-    return lambda: received[0] if received else None
 
 
 def before_shut_down(action: Callable[[], object]) -> None:
