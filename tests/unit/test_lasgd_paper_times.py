@@ -19,6 +19,7 @@ import fit  # noqa: E402
 from cluster import BOUNDS, CHOICES, Choice, Parameters, in_vector, iteration_seconds, of_vector  # noqa: E402
 from paper import Row, hours, read_rows, read_table_2, verdict  # noqa: E402
 from paper import iteration_seconds as paper_iteration_seconds  # noqa: E402
+from reduced_scale import speed_ups  # noqa: E402
 
 ROWS = read_rows(EXPERIMENT.parent / "lasgd_results.csv")
 CALM = Parameters(latency_seconds=0.001, step_jitter=0.0, in_host_seconds=0.010)
@@ -175,3 +176,22 @@ def test_the_committed_results_are_complete() -> None:
             assert paper[0] <= predicted[1] + rounding
         else:
             assert each["verdict"] == verdict(paper, predicted)
+
+
+# -- beside the emulated cluster --------------------------------------------------------------------------------------
+
+
+def test_speed_ups_at_reduced_scale_are_of_the_same_round() -> None:
+    measured = {
+        (8, "SGD-AR", "0"): 400.0,
+        (8, "SGD-AR", "1"): 600.0,
+        (8, "LASGD(1)", "0"): 200.0,
+        (8, "LASGD(1)", "1"): 400.0,
+        (8, "LASGD(1)", "2"): 1.0,
+        (4, "SGD-AR", "0"): 1.0,
+        (4, "LASGD(1)", "0"): 1.0,
+    }
+    (found,) = speed_ups(measured, ROWS)
+    assert (found["num_hosts"], found["method"], found["baseline"]) == (8, "LASGD", "SGD-AR")
+    assert (found["min"], found["max"], found["n"]) == (1.5, 2.0, 2)
+    assert found["paper_speed_up"] == pytest.approx(5.75 / 4.77)
