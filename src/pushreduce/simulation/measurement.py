@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 AVERAGE_BYTES = (8, 1 << 14, 1 << 17, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 MESSAGE_BYTES = (8, 1 << 20, 1 << 22, 1 << 24)
+PUT_BYTES = (64, 1 << 20, 1 << 22, 1 << 24)
 """None between: a shaper lets a short burst pass faster than its rate, and MPI changes its protocol."""
-PUT_BYTES = (64, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 IN_HOST_BYTES = (8, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 _ALWAYS_BYTES = 1 << 20
 """Sizes up to this one are measured even where the budget is too small for them."""
