@@ -173,14 +173,17 @@ def _listens(pid: int) -> bool:
 
 def _try(cluster: Cluster, host: str) -> None:
     first = namespaces.holder_pid(cluster, cluster.hosts[0])
-    ssh = subprocess.run(
-        plan.enter_command(first, ["ssh", host, "hostname"], "/"),
-        env=environment(cluster),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=_START_SECONDS,
-    )
+    try:
+        ssh = subprocess.run(
+            plan.enter_command(first, ["ssh", host, "hostname"], "/"),
+            env=environment(cluster),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_START_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SystemRefusalError(f"ssh to {host} takes more than {_START_SECONDS:g} s") from error
     if ssh.stdout.strip() != host:
         said = ssh.stderr.strip() or ssh.stdout.strip() or f"exit code {ssh.returncode}"
         raise SystemRefusalError(f"ssh does not reach {host}: {said.splitlines()[-1]}")

@@ -43,7 +43,10 @@ def parse(argv: list[str]) -> Settings:
         SettingsError: any mistake in the options or the file, in one line.
     """
     options = _parse_options(argv, Settings())
-    file = _settings_file(options)
+    try:
+        file = _settings_file(options)
+    except OSError as error:
+        raise SettingsError(f"{error.filename}: {error.strerror}: correct the path") from error
     if file is not None:
         base = settings_file.load(file)
         if base.resume:
@@ -79,6 +82,8 @@ def _settings_file(options: _Options) -> Path | None:
     if options.settings is not None:
         return Path(options.settings)
     if options.evaluate is not None:
+        if not Path(options.evaluate).name:
+            raise SettingsError(f"--evaluate {options.evaluate} is no file: give a run's model.pt")
         file = Path(options.evaluate).with_name("settings.yaml")
         return file if file.is_file() else None
     return None

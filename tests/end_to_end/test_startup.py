@@ -132,6 +132,54 @@ MPI.COMM_WORLD.Barrier()
     assert re.search(r"error: rank 2: cat.jpg is not an image", output), output
 
 
+ON_RANK_1 = 'os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1"'
+
+
+def test_a_rank_without_mpi_does_not_leave_the_others_in_their_start(tmp_path: Path) -> None:
+    code, output = run(
+        tmp_path,
+        f"""
+if {ON_RANK_1}:
+    sys.modules["mpi4py.MPI"] = None  # as on a host where its library is missing
+startup.connect()
+""",
+        *ranks(3),
+    )
+    assert code == 2, output
+    assert re.search(r"error: MPI cannot be loaded .* \(rank 1 on ", output), output
+
+
+def test_an_exception_before_mpi_has_started_ends_all_with_its_traceback(tmp_path: Path) -> None:
+    code, output = run(
+        tmp_path,
+        f"""
+if {ON_RANK_1}:
+    sys.modules["psutil"] = None
+startup.connect()
+""",
+        *ranks(3),
+    )
+    assert code not in (0, 2), output
+    assert re.search(r"\[rank 1 on .*psutil", output), output
+
+
+@pytest.mark.parametrize("wait", ["barrier()", "allgather(1)"])
+def test_a_rank_that_leaves_alone_ends_those_who_wait_for_it(tmp_path: Path, wait: str) -> None:
+    """By `sys.exit`, past the exception hook, where no operation of Horovod would fail."""
+    code, output = run(
+        tmp_path,
+        f"""
+communicator = startup.connect()
+if communicator.rank == 1:
+    sys.exit(3)
+communicator.{wait}
+""",
+        *ranks(3),
+    )
+    assert code not in (0, 2), output
+    assert "another rank has ended" in output
+
+
 @pytest.mark.parametrize("where", ["fail()", "threading.Thread(target=fail).start()"])
 def test_an_exception_on_one_rank_ends_all_with_its_traceback(tmp_path: Path, where: str) -> None:
     code, output = run(

@@ -72,6 +72,13 @@ def test_a_traced_run_goes_on_without_its_trace(tmp_path: Path) -> None:
     assert not parse(["--evaluate", str(tmp_path / "model.pt")]).trace
 
 
+def test_what_cannot_be_a_file_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"model\.pt"):
+        parse(["--evaluate", "."])
+    with pytest.raises(SettingsError, match="File name too long"):
+        parse(["--resume", "--run-dir", str(tmp_path / ("x" * 300))])
+
+
 def test_evaluate_takes_the_settings_beside_the_model_if_there_are_any(tmp_path: Path) -> None:
     model = str(tmp_path / "model.pt")
     assert parse(["--evaluate", model]) == replace(Settings(), evaluate=model)

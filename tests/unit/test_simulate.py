@@ -17,6 +17,7 @@ from pushreduce.communication import stop_signals
 from pushreduce.settings import DataSettings
 from pushreduce.simulation.cluster_model import ClusterModel, save_cluster_model
 from pushreduce.simulation.cluster_transport import simulated_cluster
+from pushreduce.training import loop
 from pushreduce.training.metrics import read_records
 from pushreduce.workloads import build_workload, images, workload_of_rank
 
@@ -89,7 +90,9 @@ BAD_INPUT = {
 @pytest.mark.parametrize("name", list(BAD_INPUT))
 def test_bad_input_is_one_line_and_leaves_nothing_behind(name, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(stop_signals, "install_signal_flag", lambda *_: lambda: None)  # this process is the tests'
+    monkeypatch.setattr(
+        stop_signals, "install_signal_flag", lambda *_: lambda: None
+    )  # this process is the tests'
     (tmp_path / "bad.yaml").write_text("num_host: 3\n")
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "settings.yaml").write_text("seed: 1\n")
@@ -106,6 +109,22 @@ def test_bad_input_is_one_line_and_leaves_nothing_behind(name, tmp_path, monkeyp
         assert word in line
     assert captured.out == ""
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_trace_that_one_rank_cannot_write_is_bad_input_on_all(tmp_path, monkeypatch, capsys) -> None:
+    class Unwritable(loop.Trace):
+        def __init__(self, run_directory, rank: int, size: int) -> None:
+            if rank == 1:
+                raise OSError(30, "Read-only file system", "trace.rank1.jsonl")
+            super().__init__(run_directory, rank, size)
+
+    monkeypatch.setattr(loop, "Trace", Unwritable)
+    monkeypatch.setattr(stop_signals, "install_signal_flag", lambda *_: lambda: None)
+    with pytest.raises(SystemExit) as ending:
+        simulate.main(f"--num-workers 2 -- --trace --run-dir {tmp_path / 'run'}".split())
+    assert ending.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: trace.rank1.jsonl: Read-only file system")
 
 
 def test_ranks_of_one_process_open_the_data_once(monkeypatch) -> None:

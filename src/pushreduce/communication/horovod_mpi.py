@@ -21,6 +21,7 @@ from horovod.torch.mpi_ops import _allreduce_async
 
 from pushreduce.communication import host_leaders, startup
 from pushreduce.communication.base import Clock, Communicator, Handle, HostSplit, dtype_of_sum
+from pushreduce.communication.emulated_host import this_host
 from pushreduce.communication.environment import transport_settings
 from pushreduce.communication.host_memory import HostMemory
 from pushreduce.communication.mailbox import Mailbox, MailboxError
@@ -115,7 +116,7 @@ class HorovodMPI(Communicator):
         except ValueError as error:
             raise ValueError(self._refusal(str(error))) from error
         startup.before_shut_down(mailbox.free)
-        wait.limit_seconds = LIMIT_SECONDS
+        wait.limit_seconds = LIMIT_SECONDS * this_host().time_stretch
         mailbox.send_ends_only(num_end_bytes(mailbox))
         if problem := find_problem(mailbox, self.allgather):
             try:
@@ -228,7 +229,16 @@ def _wait_until(predicate: Callable[[], bool], timeout_seconds: float = math.inf
 
 
 def _complete(request: MPI.Request) -> None:
-    _wait_until(request.Test)
+    def is_done() -> bool:
+        if request.Test():
+            return True
+        if startup.has_lost_a_rank():
+            raise RuntimeError(
+                "another rank has ended, and all are needed: look for the first error among the other ranks' output"
+            )
+        return False
+
+    _wait_until(is_done)
 
 
 def _allgather(ranks: MPI.Intracomm, value: Any) -> list[Any]:

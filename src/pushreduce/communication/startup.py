@@ -2,8 +2,8 @@
 
 Owns the setting of what must be set before MPI starts (decided in `mpi_settings.py`), the checks that MPI and
 Horovod are fit to be used together, exit codes and the exception hook. The communication of a run is
-`horovod_mpi.py`'s, its orderly stop on signals `stop_signals.py`'s. mpi4py and Horovod are imported inside functions only: importing this module
-starts nothing.
+`horovod_mpi.py`'s, its orderly stop on signals `stop_signals.py`'s. mpi4py and Horovod are imported inside functions
+only: importing this module starts nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ _SECONDS_TO_FORWARD = 0.5
 """Before an abort: MPICH's launcher drops what it has not yet read from a rank, such as the traceback."""
 _SECONDS_TO_COME = 3.0
 """A rank at its end waits so long for the others before it takes itself to be the only one."""
+_ENDED_ALONE = 1
+"""Tag of the message that says so; nothing else is sent by these calls between ranks of all."""
 settings_made: dict[str, str] = {}
 """What was put into the environment before MPI started."""
 _before_shut_down: list[Callable[[], object]] = []
@@ -139,20 +141,27 @@ def rank_without_horovod() -> int:
     launch = _launch()
     try:
         world = _start_mpi().COMM_WORLD
-    except StartupError:
+    except Exception:  # said by whoever needs MPI
         return launch.rank
     # Launched by another MPI's mpirun, every rank is rank 0 of 1 to MPI.
     return launch.rank if world.size == 1 else world.rank
 
 
 def exit_with_bad_input(message: str) -> NoReturn:
-    """Prints `error: message` on rank 0 only and exits with code 2 on all. To be called by all ranks."""
-    if rank_without_horovod() == 0:
-        _say(f"error: {message}")
+    """Prints `error: message` on rank 0 only and exits with code 2 on all. To be called by all ranks.
+
+    A rank that cannot start MPI says it of itself, as it may be the only one.
+    """
+    launch = _launch()
     try:
         mpi = _start_mpi()
-    except StartupError:
+    except Exception:  # what was wrong is the message, or less than that
+        where = f" (rank {launch.rank} on {socket.gethostname()})" if launch.num_ranks > 1 else ""
+        _say(f"error: {message}{where}")
+        _tell_launcher(BAD_INPUT)
         sys.exit(BAD_INPUT)
+    if rank_without_horovod() == 0:
+        _say(f"error: {message}")
     # Some launchers end all ranks when the first has gone with a code: the message must be out by then.
     mpi.COMM_WORLD.Barrier()
     shut_down()
@@ -164,11 +173,19 @@ def abort(message: str, exit_code: int) -> NoReturn:
     _say(message)
     try:
         mpi = _start_mpi()
-    except StartupError:
+    except Exception:  # what ends this rank has been said
+        _tell_launcher(exit_code)
         os._exit(exit_code)
     time.sleep(_SECONDS_TO_FORWARD)
     mpi.COMM_WORLD.Abort(exit_code)
     os._exit(exit_code)
+
+
+def _tell_launcher(exit_code: int) -> None:
+    """That this rank ends before MPI has begun: MPICH's launcher takes no note of it, and others wait in MPI_Init."""
+    if connection := os.environ.get("PMI_FD"):
+        time.sleep(_SECONDS_TO_FORWARD)
+        os.write(int(connection), f"cmd=abort exitcode={exit_code}\n".encode())
 
 
 def install_exception_hook() -> None:
@@ -194,7 +211,7 @@ def before_shut_down(action: Callable[[], object]) -> None:
 
 def shut_down() -> None:
     """Stops Horovod; MPI is finalised later, when the interpreter ends. Collective, idempotent."""
-    if _before_shut_down:
+    if _before_shut_down or _horovod_runs():
         _wait_for_all()
     while _before_shut_down:
         _before_shut_down.pop()()
@@ -202,21 +219,30 @@ def shut_down() -> None:
 
 
 def _wait_for_all() -> None:
-    """Until all ranks are here. One that ends alone (by `sys.exit`) stops Horovod, which fails what others wait for."""
-    request = _start_mpi().COMM_WORLD.Ibarrier()
+    """Until all ranks are here. One that ends alone (by `sys.exit`) lets fail what others wait for."""
+    world = _start_mpi().COMM_WORLD
+    request = world.Ibarrier()
+    marks: list[Any] = []
     deadline = time.monotonic() + _SECONDS_TO_COME
     while not request.Test():
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline and not marks:
             _stop_horovod()
+            marks = [world.Isend(b"", to, _ENDED_ALONE) for to in range(world.size) if to != world.rank]
         time.sleep(1e-3)
 
 
-def _stop_horovod() -> None:
-    if "horovod.torch" in sys.modules:
-        import horovod.torch as hvd
+def has_lost_a_rank() -> bool:
+    """Whether another rank has ended, and what needs all of them will not come. After the start."""
+    return _start_mpi().COMM_WORLD.Iprobe(tag=_ENDED_ALONE)
 
-        if hvd.is_initialized():
-            hvd.shutdown()
+
+def _horovod_runs() -> bool:
+    return "horovod.torch" in sys.modules and sys.modules["horovod.torch"].is_initialized()
+
+
+def _stop_horovod() -> None:
+    if _horovod_runs():
+        sys.modules["horovod.torch"].shutdown()
 
 
 def _end() -> None:

@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from pushreduce.algorithms import build_algorithm
+from pushreduce.communication.agreement import build_on_all
 from pushreduce.communication.base import Communicator
 from pushreduce.settings import Settings
 from pushreduce.training import run_state
@@ -78,7 +80,10 @@ class TrainingLoop:
 
         self.model = model
         self.optimizer = build_optimizer(settings.optimizer, model)
-        self.trace = Trace(run_directory, communicator.rank, communicator.size) if settings.trace else None
+        self.trace: Trace | None = None
+        if settings.trace:  # a host may not be able to write
+            make_trace = partial(Trace, run_directory, communicator.rank, communicator.size)
+            self.trace = build_on_all(communicator, make_trace)
         self.emulated_compute = EmulatedCompute(  # before the algorithm, whose hooks must come second
             settings.emulation,
             model,
