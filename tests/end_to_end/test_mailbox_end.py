@@ -38,8 +38,9 @@ def test_an_orderly_end(tmp_path, ending):
         ("if last: raise ZeroDivisionError", "ZeroDivisionError"),
         ("if last: mailbox._set_counter = lambda *_: 1 / 0; mailbox._grant(0, 0, 0)", "ZeroDivisionError"),
         ("if last: import os; os.kill(os.getpid(), 9)", ""),
+        ("if last: sys.exit(3)", "another rank has ended"),
     ],
-    ids=["exception", "exception in the helper thread", "killed"],
+    ids=["exception", "exception in the helper thread", "killed", "exits"],
 )
 def test_the_end_of_one_rank_is_the_end_of_all(tmp_path, ending, said):
     waiting = "mailbox.wait(lambda: False, -1, print)"

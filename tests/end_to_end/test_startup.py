@@ -163,6 +163,22 @@ startup.connect()
     assert re.search(r"\[rank 1 on .*psutil", output), output
 
 
+def test_a_rank_that_is_late_at_the_end_is_no_error(tmp_path: Path) -> None:
+    code, output = run(
+        tmp_path,
+        """
+communicator = startup.connect()
+startup._SECONDS_TO_COME = 0.1
+communicator.barrier()
+if communicator.rank == 1:
+    while not startup.has_lost_a_rank(): time.sleep(0.01)  # the others take it for lost
+""",
+        *ranks(3),
+    )
+    assert code == 0, output
+    assert "another rank" not in output
+
+
 @pytest.mark.parametrize("wait", ["barrier()", "allgather(1)"])
 def test_a_rank_that_leaves_alone_ends_those_who_wait_for_it(tmp_path: Path, wait: str) -> None:
     """By `sys.exit`, past the exception hook, where no operation of Horovod would fail."""

@@ -35,6 +35,7 @@ from mpi4py import MPI  # noqa: E402
 
 _SHORTEST_PAUSE_SECONDS = 20e-6
 _LONGEST_PAUSE_SECONDS = 1e-3  # Horovod's own cycle: looking more often finds nothing new
+_SECONDS_UNTIL_RANKS_ARE_LOOKED_FOR = 1.0  # of a wait; most are shorter, and cost nothing more
 
 
 class WallClock:
@@ -218,27 +219,28 @@ class MeanOfOne:
 
 
 def _wait_until(predicate: Callable[[], bool], timeout_seconds: float = math.inf) -> bool:
-    deadline = time.perf_counter() + timeout_seconds
+    start = time.perf_counter()
+    deadline, next_look_for_ranks = start + timeout_seconds, start + _SECONDS_UNTIL_RANKS_ARE_LOOKED_FOR
+    has_lost_a_rank = False
     pause = _SHORTEST_PAUSE_SECONDS
     while not predicate():
-        if time.perf_counter() >= deadline:
+        now = time.perf_counter()
+        if now >= deadline:
             return False
+        if now >= next_look_for_ranks:
+            if has_lost_a_rank:  # and what it sent before has had its time to arrive
+                raise RuntimeError(
+                    "another rank has ended, and is waited for: look for the first error among the other ranks' output"
+                )
+            has_lost_a_rank = startup.has_lost_a_rank()
+            next_look_for_ranks = now + startup.seconds_to_come()
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
     return True
 
 
 def _complete(request: MPI.Request) -> None:
-    def is_done() -> bool:
-        if request.Test():
-            return True
-        if startup.has_lost_a_rank():
-            raise RuntimeError(
-                "another rank has ended, and all are needed: look for the first error among the other ranks' output"
-            )
-        return False
-
-    _wait_until(is_done)
+    _wait_until(request.Test)
 
 
 def _allgather(ranks: MPI.Intracomm, value: Any) -> list[Any]:

@@ -8,8 +8,8 @@ into the receiver's counter, by an atomic Accumulate; Flush. The main thread beg
 thread does the rest while the main thread computes. A Flush spins, and takes a core from computation: so that thread
 sleeps between looks at a put's requests, and flushes when they are done. And a Flush waits for all that is on its way
 to a rank: a put begins when the message before it, to the same receiver, has been published, and other counters are
-set between puts to their rank. Between hosts both ends of a put need to enter MPI now and then: Horovod's background
-thread does, the helper thread while it waits, and every wait here.
+set between puts to their rank, as a rule. Between hosts both ends of a put need to enter MPI now and then: Horovod's
+background thread does, the helper thread while it waits, and every wait here.
 
 Rules that implementations impose: `Win.Allocate` only (memory of one's own loses data on some), no atomics but on
 int64, both datatypes of an Accumulate named alike (MPICH refuses a mixture), windows unlocked before MPI's

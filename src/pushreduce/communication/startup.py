@@ -33,7 +33,6 @@ _OTHER_MPI = "use an MPI that has it (scripts/setup.sh --mpi mpich)"
 _SECONDS_TO_FORWARD = 0.5
 """Before an abort: MPICH's launcher drops what it has not yet read from a rank, such as the traceback."""
 _SECONDS_TO_COME = 3.0
-"""A rank at its end waits so long for the others before it takes itself to be the only one."""
 _ENDED_ALONE = 1
 """Tag of the message that says so; nothing else is sent by these calls between ranks of all."""
 settings_made: dict[str, str] = {}
@@ -219,20 +218,27 @@ def shut_down() -> None:
 
 
 def _wait_for_all() -> None:
-    """Until all ranks are here. One that ends alone (by `sys.exit`) lets fail what others wait for."""
+    """Until all ranks are here. One that ends alone, by `sys.exit`, lets fail what others wait for."""
     world = _start_mpi().COMM_WORLD
     request = world.Ibarrier()
     marks: list[Any] = []
-    deadline = time.monotonic() + _SECONDS_TO_COME
+    deadline = time.monotonic() + seconds_to_come()
     while not request.Test():
         if time.monotonic() > deadline and not marks:
             _stop_horovod()
             marks = [world.Isend(b"", to, _ENDED_ALONE) for to in range(world.size) if to != world.rank]
         time.sleep(1e-3)
+    while has_lost_a_rank():  # not lost: this one was late
+        world.Recv(bytearray(), tag=_ENDED_ALONE)
+
+
+def seconds_to_come() -> float:
+    """How long a rank at its end waits for the others before it takes itself to be the only one."""
+    return _SECONDS_TO_COME * emulated_host.this_host().time_stretch
 
 
 def has_lost_a_rank() -> bool:
-    """Whether another rank has ended, and what needs all of them will not come. After the start."""
+    """Whether another rank has come to its end and waits for this one there. After the start."""
     return _start_mpi().COMM_WORLD.Iprobe(tag=_ENDED_ALONE)
 
 
