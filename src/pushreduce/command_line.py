@@ -57,6 +57,11 @@ def parse(argv: list[str]) -> Settings:
         if options.evaluate is not None:
             _refuse_ignored(options, base)
     settings = Settings(**{item.name: getattr(options, item.name) for item in fields(Settings)})
+    for name, value in leaves(settings):
+        if isinstance(value, str) and not value.isprintable():
+            raise SettingsError(
+                f"{option(name)} {value!a} has characters that cannot be printed: choose another"
+            )
     check(settings)
     return settings
 

@@ -171,12 +171,42 @@ communicator = startup.connect()
 startup._SECONDS_TO_COME = 0.1
 communicator.barrier()
 if communicator.rank == 1:
+    from mpi4py import MPI
+    MPI.COMM_WORLD.isend("its own", 0)
     while not startup.has_lost_a_rank(): time.sleep(0.01)  # the others take it for lost
+    say("late")
+if communicator.rank == 0:
+    from mpi4py import MPI
+    assert not startup.has_lost_a_rank()
+    MPI.COMM_WORLD.recv(source=1)
 """,
         *ranks(3),
     )
     assert code == 0, output
+    assert "late" in output
     assert "another rank" not in output
+
+
+def test_a_rank_that_fails_in_the_imports_of_the_program_ends_all(tmp_path: Path) -> None:
+    (tmp_path / "tyro.py").write_text(
+        f"""
+import os, sys
+if {ON_RANK_1}:
+    raise ImportError("libtyro.so is not on this host")
+sys.path.remove({str(tmp_path)!r})
+del sys.modules["tyro"]
+import tyro
+"""
+    )
+    body = f"""
+import runpy
+sys.path.insert(0, {str(tmp_path)!r})
+sys.argv[1:] = ["--run-dir", {str(tmp_path / "run")!r}]
+runpy.run_path({str(Path(__file__).parents[2] / "src/train.py")!r}, run_name="__main__")
+"""
+    code, output = run(tmp_path, body, *ranks(3))
+    assert code not in (0, 2), output
+    assert re.search(r"\[rank 1 on .*libtyro.so", output), output
 
 
 @pytest.mark.parametrize("wait", ["barrier()", "allgather(1)"])

@@ -75,6 +75,8 @@ def test_a_traced_run_goes_on_without_its_trace(tmp_path: Path) -> None:
 def test_what_cannot_be_a_file_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"model\.pt"):
         parse(["--evaluate", "."])
+    with pytest.raises(SettingsError, match=r"--run-dir .* cannot be printed"):
+        parse(["--run-dir", "runs/\udcff"])
     with pytest.raises(SettingsError, match="File name too long"):
         parse(["--resume", "--run-dir", str(tmp_path / ("x" * 300))])
 

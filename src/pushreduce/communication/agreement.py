@@ -6,12 +6,15 @@ pass: they are ours, and end the job.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TypeVar, cast
 
 from pushreduce.communication.base import Communicator
 
 T = TypeVar("T")
+_NO_MEMORY = re.compile("can't allocate memory|out of memory|Storage size calculation overflowed")
+"""In torch's RuntimeErrors."""
 
 
 class AgreedError(ValueError):
@@ -34,7 +37,9 @@ def agree(communicator: Communicator, action: Callable[[], T]) -> list[T]:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         outcome = AgreedError(f"{where}{error.strerror or error}; put that right and start again")
-    except MemoryError:
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _NO_MEMORY.search(str(error)):
+            raise
         outcome = AgreedError("there is not enough memory: choose something smaller")
     outcomes = communicator.allgather(outcome)
     results = []

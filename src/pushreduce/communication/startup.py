@@ -33,11 +33,11 @@ _OTHER_MPI = "use an MPI that has it (scripts/setup.sh --mpi mpich)"
 _SECONDS_TO_FORWARD = 0.5
 """Before an abort: MPICH's launcher drops what it has not yet read from a rank, such as the traceback."""
 _SECONDS_TO_COME = 3.0
-_ENDED_ALONE = 1
-"""Tag of the message that says so; nothing else is sent by these calls between ranks of all."""
 settings_made: dict[str, str] = {}
 """What was put into the environment before MPI started."""
 _before_shut_down: list[Callable[[], object]] = []
+_at_end: Any = None
+"""A communicator of all ranks for their end; None before the start and after it."""
 
 
 class StartupError(ValueError):
@@ -82,6 +82,8 @@ def start(*, quiet: bool = False, problem: str = "", worker: str = "process") ->
             "environment"
         )
     _agree(world, problem)
+    global _at_end
+    _at_end = _at_end or world.Dup()
     try:
         import horovod.torch as hvd
     except (ImportError, OSError) as error:  # OSError: a library that it needs is missing
@@ -210,7 +212,7 @@ def before_shut_down(action: Callable[[], object]) -> None:
 
 def shut_down() -> None:
     """Stops Horovod; MPI is finalised later, when the interpreter ends. Collective, idempotent."""
-    if _before_shut_down or _horovod_runs():
+    if _at_end is not None:
         _wait_for_all()
     while _before_shut_down:
         _before_shut_down.pop()()
@@ -219,17 +221,21 @@ def shut_down() -> None:
 
 def _wait_for_all() -> None:
     """Until all ranks are here. One that ends alone, by `sys.exit`, lets fail what others wait for."""
-    world = _start_mpi().COMM_WORLD
-    request = world.Ibarrier()
-    marks: list[Any] = []
+    global _at_end
+    ranks, _at_end = _at_end, None
+    request = ranks.Ibarrier()
     deadline = time.monotonic() + seconds_to_come()
+    has_told = False
     while not request.Test():
-        if time.monotonic() > deadline and not marks:
+        if time.monotonic() > deadline and not has_told:
+            has_told = True
             _stop_horovod()
-            marks = [world.Isend(b"", to, _ENDED_ALONE) for to in range(world.size) if to != world.rank]
+            for to in range(ranks.size):
+                ranks.Isend(b"", to)
         time.sleep(1e-3)
-    while has_lost_a_rank():  # not lost: this one was late
-        world.Recv(bytearray(), tag=_ENDED_ALONE)
+    for source in [rank for rank, told in enumerate(ranks.allgather(has_told)) if told]:  # others were late
+        ranks.Recv(bytearray(), source)
+    ranks.Free()
 
 
 def seconds_to_come() -> float:
@@ -238,8 +244,8 @@ def seconds_to_come() -> float:
 
 
 def has_lost_a_rank() -> bool:
-    """Whether another rank has come to its end and waits for this one there. After the start."""
-    return _start_mpi().COMM_WORLD.Iprobe(tag=_ENDED_ALONE)
+    """Whether another rank has come to its end and waits for this one there."""
+    return _at_end is not None and _at_end.Iprobe()
 
 
 def _horovod_runs() -> bool:
