@@ -202,7 +202,8 @@ def test_saved_settings_start_the_same_run_again(train_once, tmp_path):
 VARIANTS = {
     "dirichlet-tau0-accumulated": (
         2,
-        "--shards dirichlet --tau-max 0 --accumulation-steps 2 --batch-size-per-rank 8",
+        # At the others' rate the workers may drift so far apart, while one gets no processor, that nothing is learned.
+        "--shards dirichlet --tau-max 0 --accumulation-steps 2 --batch-size-per-rank 8 --base-lr 0.15",
     ),
     "proportions-elastic-clipped": (
         2,
