@@ -248,13 +248,12 @@ def has_lost_a_rank() -> bool:
     return _at_end is not None and _at_end.Iprobe()
 
 
-def _horovod_runs() -> bool:
-    return "horovod.torch" in sys.modules and sys.modules["horovod.torch"].is_initialized()
-
-
 def _stop_horovod() -> None:
-    if _horovod_runs():
-        sys.modules["horovod.torch"].shutdown()
+    if "horovod.torch" in sys.modules:
+        import horovod.torch as hvd
+
+        if hvd.is_initialized():
+            hvd.shutdown()
 
 
 def _end() -> None:
