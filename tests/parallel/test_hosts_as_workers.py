@@ -9,9 +9,12 @@ import least_squares
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from pushreduce.algorithms import LASGD, SGP, HostWorker
+from pushreduce.algorithms import LASGD, SGP, HostWorker, host_worker
+from pushreduce.algorithms.host_exchange import DeviceExchange
+from pushreduce.communication import host_devices
 from pushreduce.communication.base import Communicator
 from pushreduce.communication.topology import build_topology
 from pushreduce.settings import LASGDSettings, SGPSettings
@@ -19,6 +22,13 @@ from pushreduce.simulation import global_view, push_sum_view
 
 SGD = {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}
 BOTH = pytest.mark.parametrize("settings", [LASGDSettings(), SGPSettings()], ids=["lasgd", "sgp"])
+
+
+@pytest.fixture(params=["memory", "devices"])
+def exchange(request, monkeypatch) -> None:
+    """What ranks with a GPU each do, too, on processors: torch.distributed is gloo then instead of NCCL."""
+    if request.param == "devices":
+        monkeypatch.setattr(host_worker, "open_exchange", DeviceExchange)
 
 
 def build(
@@ -52,7 +62,7 @@ def train(algorithm: HostWorker, steps: range) -> None:
 
 
 @BOTH
-def test_equals_the_oracle(ranks, settings):
+def test_equals_the_oracle(ranks, settings, exchange):
     """Every rank with a number of steps and samples of its own."""
 
     def num_steps(rank: int) -> int:
@@ -97,7 +107,7 @@ def test_equals_the_oracle(ranks, settings):
 
 
 @BOTH
-def test_state_restores_the_run(ranks, settings):
+def test_state_restores_the_run(ranks, settings, exchange):
     def body(communicator):
         undisturbed = build(communicator, settings, least_squares.model())
         train(undisturbed, range(5))
@@ -126,7 +136,7 @@ def test_state_restores_the_run(ranks, settings):
 
 
 @BOTH
-def test_a_request_to_stop_reaches_all_ranks(ranks, settings):
+def test_a_request_to_stop_reaches_all_ranks(ranks, settings, exchange):
     def body(communicator):
         algorithm = build(communicator, settings, least_squares.model())
         num_steps = 0
@@ -143,7 +153,7 @@ def test_a_request_to_stop_reaches_all_ranks(ranks, settings):
     assert len(set(results)) == len({host for host, _ in results}), "all ranks of a host stop at one step"
 
 
-def test_consensus_pools_batch_norm_over_all_ranks_and_gives_back_what_was_there(ranks):
+def test_consensus_pools_batch_norm_over_all_ranks_and_gives_back_what_was_there(ranks, exchange):
     def body(communicator):
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         algorithm = build(communicator, LASGDSettings(), model)
@@ -201,6 +211,59 @@ def test_rows_are_summed_in_the_order_of_ranks(ranks, num_elements):
         for rank in range(1, size):
             expected = expected + row(rank)
         assert all(torch.equal(each, expected) for each in sums)
+
+
+def test_devices_sum_and_copy(ranks):
+    def body(communicator):
+        host = communicator.split_by_host().host
+        devices = host.on_device(torch.device("cpu"))
+        ours = torch.arange(5, dtype=torch.float64) * (host.rank + 1)
+        theirs = ours.clone()
+        devices.sum_in_place(ours)
+        devices.broadcast(theirs)
+        return host.size, ours.tolist(), theirs.tolist()
+
+    for size, total, copied in ranks.run(body, ranks_per_host=2):
+        assert total == [k * size * (size + 1) / 2 for k in range(5)]
+        assert copied == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("problem", ["device", "other ranks", "error", "wrong sum"])
+def test_what_cannot_average_on_devices_is_refused(ranks, problem, monkeypatch):
+    """On every rank; what is provoked is provoked on all of them, as by a machine that lacks it."""
+    host_devices.leave()
+    device, expected = torch.device("cpu"), ""
+    if problem == "device":
+        device, expected = torch.device("meta"), "device of type meta"
+    elif problem == "other ranks":
+        store = dist.HashStore()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        expected = "has initialised it for 1"
+    elif problem == "error":
+
+        def fail(tensor: torch.Tensor) -> None:
+            raise dist.DistBackendError("unhandled system error\nmore lines")
+
+        monkeypatch.setattr(dist, "all_reduce", fail)
+        expected = r"cannot add up .*\(unhandled system error\)"
+    else:
+        monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
+        expected = "ones make 1.0"
+
+    def body(communicator):
+        host = communicator.split_by_host().host
+        with pytest.raises(ValueError, match=expected):
+            host.on_device(device)
+
+    if ranks.size == 1:
+        pytest.skip("of several ranks: one alone averages nothing")
+    try:
+        ranks.run(body)
+    finally:
+        if problem == "other ranks":
+            dist.destroy_process_group()
+        host_devices.leave()
 
 
 @pytest.mark.real

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pushreduce.algorithms import LASGD, SGP, AllReduceSGD, HostWorker
+from pushreduce.algorithms import LASGD, SGP, AllReduceSGD, HostWorker, host_worker
+from pushreduce.algorithms.host_exchange import DeviceExchange, HostExchange, SharedMemoryExchange
 from pushreduce.communication.simulated import SimulatedCluster
 from pushreduce.communication.topology import build_topology
 from pushreduce.settings import LASGDSettings, SGPSettings
@@ -55,6 +56,16 @@ def build(
         return SGP(model, optimizer, leaders, chosen, seed=1, recorder=recorder)
 
     return HostWorker(model, optimizer, communicator, build_inner, recorder=recorder)
+
+
+EXCHANGES = st.sampled_from([SharedMemoryExchange, DeviceExchange])
+
+
+def run(cluster: SimulatedCluster, exchange: type[HostExchange], body) -> list[dict]:
+    """`body` on all ranks, which exchange within their hosts as ranks on processors do, or as those with a GPU each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_worker, "open_exchange", exchange)
+        return cluster.run(body)
 
 
 def train(communicator, chosen, steps: list[int], seconds: list[float]):
@@ -143,12 +154,12 @@ def leaders_events(results: list[dict], hosts: Hosts) -> list[list[dict]]:
 
 
 @settings(max_examples=25)
-@given(clusters(), st.integers(0, 4), st.sampled_from([(1.0, 1.0), (0.6, 0.7)]))
-def test_lasgd_among_hosts_equals_the_oracle(drawn, tau_max, elastic):
+@given(clusters(), EXCHANGES, st.integers(0, 4), st.sampled_from([(1.0, 1.0), (0.6, 0.7)]))
+def test_lasgd_among_hosts_equals_the_oracle(drawn, exchange, tau_max, elastic):
     cluster, steps, seconds = drawn
     alpha, beta = elastic
     chosen = LASGDSettings(tau_max=tau_max, elastic_alpha=alpha, elastic_beta=beta)
-    results = cluster.run(lambda c: train(c, chosen, steps, seconds))
+    results = run(cluster, exchange, lambda c: train(c, chosen, steps, seconds))
     hosts = Hosts(cluster, steps)
     expected = global_view.replay_lasgd(
         Quadratic().vector(),
@@ -162,11 +173,17 @@ def test_lasgd_among_hosts_equals_the_oracle(drawn, tau_max, elastic):
 
 
 @settings(max_examples=25)
-@given(clusters(), st.integers(0, 3), st.sampled_from(["exponential", "ring"]), st.sampled_from([0, 4]))
-def test_sgp_among_hosts_equals_the_oracle(drawn, tau, graph, average_rounds):
+@given(
+    clusters(),
+    EXCHANGES,
+    st.integers(0, 3),
+    st.sampled_from(["exponential", "ring"]),
+    st.sampled_from([0, 4]),
+)
+def test_sgp_among_hosts_equals_the_oracle(drawn, exchange, tau, graph, average_rounds):
     cluster, steps, seconds = drawn
     chosen = SGPSettings(tau=tau, graph=graph, average_rounds=average_rounds)
-    results = cluster.run(lambda c: train(c, chosen, steps, seconds))
+    results = run(cluster, exchange, lambda c: train(c, chosen, steps, seconds))
     hosts = Hosts(cluster, steps)
     expected = push_sum_view.replay_sgp(  # which checks, too, that mass is conserved
         Quadratic().vector(),

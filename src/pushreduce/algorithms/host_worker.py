@@ -4,9 +4,9 @@ The paper's LASGD and SGP, where a worker is a machine with several accelerators
 worker for each of them). The algorithm itself, `lasgd.py` or `sgp.py` as it is, runs on the first rank of every host,
 the leader, and on a communicator of the leaders only. A step of host h, with the ranks i of h:
 
-    g_h <- sum_i b_i g_i / sum_i b_i         in memory that the ranks share, past Horovod's queue
+    g_h <- sum_i b_i g_i / sum_i b_i         past Horovod's queue: in memory that the ranks share, or by NCCL on GPUs
     the leader's algorithm takes its step with g_h and sum_i b_i samples
-    x_i <- x_h, on every rank                one copy, out of the leader's parameters, which lie in shared memory
+    x_i <- x_h, on every rank                likewise (`host_exchange.py`)
 
 So all ranks of a host apply a synchronisation at the same local step.
 """
@@ -23,6 +23,7 @@ from torch import nn
 from pushreduce.algorithms.allreduce import AllReduceSGD
 from pushreduce.algorithms.averaged_gradients import GradientPayload
 from pushreduce.algorithms.base import Algorithm, Progress, Recorder
+from pushreduce.algorithms.host_exchange import HostExchange, open_exchange
 from pushreduce.algorithms.tally import Tally
 from pushreduce.communication.agreement import agree
 from pushreduce.communication.base import Communicator, HostSplit
@@ -41,8 +42,8 @@ class HostWorker(Algorithm):
         recorder: of a trace; that of the algorithm is given to it by `build`.
 
     Raises:
-        ValueError: on all ranks alike, where start-up was not told of host workers, memory cannot be shared, the model
-            is on a GPU, or the algorithm cannot be built.
+        ValueError: on all ranks alike, where start-up was not told of host workers, nothing can be exchanged inside a
+            host, or the algorithm cannot be built.
     """
 
     def __init__(
@@ -59,28 +60,21 @@ class HostWorker(Algorithm):
         self._host, self.worker_of_rank = split.host, split.host_of_rank
         self._inner: Algorithm | None = None  # the leader's
         self._closed = self._in_flight = False
-        agree(communicator, self._share_memory)
+        self._exchange: HostExchange | None = None  # of a host with several ranks
+        agree(communicator, self._open_exchange)
         agree(communicator, lambda: self._build_inner(build, split))
         own = self.worker_of_rank[communicator.rank]
         ranks = [rank for rank, worker in enumerate(self.worker_of_rank) if worker == own]
         self._record("worker", ranks=ranks)
 
-    def _share_memory(self) -> None:
-        """[host's ranks, elements] for the gradients, the leader's parameters, and its progress."""
-        if self.parameters.device.type != "cpu":
-            raise ValueError(
-                "--worker host averages gradients in the processor's memory so far, and the model is on a GPU: use "
-                "--worker process, or --device cpu"
-            )
-        host = self._host
-        if host.size == 1:
+    def _open_exchange(self) -> None:
+        """For payloads of gradients and tallies, the leader's parameters, and its progress."""
+        if self._host.size == 1:
             return
         self._gradients = GradientPayload(self)
         num_elements = self._gradients.num_elements + Tally.LENGTH
-        rows = host.shared(host.size * num_elements, self.parameters.payload_dtype)
-        self._rows: torch.Tensor | None = rows.view(host.size, num_elements)
-        self._leaders_parameters = [host.shared(len(each), each.dtype) for each in self.parameters.buffers]
-        self._leaders_progress = host.shared(3, torch.int64)
+        self._exchange = open_exchange(self._host, self.parameters, num_elements)
+        self._leaders_progress = self._host.shared(3, torch.int64)
 
     def _build_inner(self, build: Callable[[Communicator], Algorithm], split: HostSplit) -> None:
         share = self._host.size / self.communicator.size  # hosts may have different numbers of ranks
@@ -93,11 +87,10 @@ class HostWorker(Algorithm):
             raise ValueError(
                 "SGD-AR averages all ranks' gradients: hosts as workers change nothing, use it as it is"
             )
-        if self._host.size > 1:
-            inner.parameters.move_to(self._leaders_parameters)
-            self._gradients = GradientPayload(
-                inner
-            )  # the first would keep what the parameters were in before
+        if self._exchange is not None:
+            self._exchange.adopt(inner.parameters)
+            # The first would keep what the parameters were in before.
+            self._gradients = GradientPayload(inner)
         self.parameters, self.progress, self.stats = inner.parameters, inner.progress, inner.stats
 
     # -- a step ----------------------------------------------------------------------------------------------------
@@ -134,16 +127,15 @@ class HostWorker(Algorithm):
         return all_finishing
 
     def _add_up(self, own: Tally) -> Tally:
-        """Leaves the payloads' sum in row 0; returns that of the tallies."""
-        rows = self._rows
-        assert rows is not None
+        """Leaves the payloads' sum in the exchange; returns that of the tallies."""
+        exchange = self._exchange
+        assert exchange is not None
         with self._timed("communication_seconds"):
-            row = rows[self._host.rank]
-            self._gradients.write(own.samples, row[: -Tally.LENGTH])
-            own.write_to(row[-Tally.LENGTH :])
+            self._gradients.write(own.samples, exchange.row[: -Tally.LENGTH])
+            own.write_to(exchange.row[-Tally.LENGTH :])
         with self._timed("blocked_seconds"):
-            self._host.sum_rows(rows)
-        return Tally.sum_from(rows[0, -Tally.LENGTH :], 1)
+            exchange.sum()
+            return Tally.sum_from(exchange.total[-Tally.LENGTH :], 1)
 
     def _lead(self, inner: Algorithm, told: Tally, own_samples: int, *, all_finishing: bool) -> None:
         if told.stop_wanted:
@@ -151,10 +143,9 @@ class HostWorker(Algorithm):
         if all_finishing:
             inner.finish()
             return
-        if self._host.size > 1:
-            assert self._rows is not None
+        if self._exchange is not None:
             with self._timed("communication_seconds"):
-                self._gradients.read(own_samples, self._rows[0, : -Tally.LENGTH])
+                self._gradients.read(own_samples, self._exchange.total[: -Tally.LENGTH])
         inner.step(told.samples)
         if own_samples == 0:
             for parameter in self.parameters.parameters:
@@ -162,7 +153,7 @@ class HostWorker(Algorithm):
 
     def _follow(self) -> None:
         """The leader's parameters and progress on all ranks of its host."""
-        if self._host.size == 1:
+        if self._exchange is None:
             return
         progress = self.progress
         if self._inner is not None:
@@ -174,11 +165,10 @@ class HostWorker(Algorithm):
             agreed, own_samples, stop_requested = self._leaders_progress.tolist()
             progress.agreed_samples, progress.own_samples = agreed, own_samples
             progress.stop_requested = bool(stop_requested)
-            with self._timed("communication_seconds"):
-                for ours, leaders in zip(self.parameters.buffers, self._leaders_parameters, strict=True):
-                    ours.copy_(leaders)
+        with self._timed("communication_seconds"):
+            self._exchange.hand_on(self.parameters.buffers)
         with self._timed("blocked_seconds"):
-            num_bytes = sum(leaders.nbytes for leaders in self._leaders_parameters)
+            num_bytes = sum(buffer.nbytes for buffer in self.parameters.buffers)
             self._host.barrier(num_bytes)  # from here on the leader's are its own again
 
     # -- consensus and state ---------------------------------------------------------------------------------------
@@ -217,6 +207,6 @@ class HostWorker(Algorithm):
             self._inner.begin_at(samples)
 
     def close(self) -> None:
-        self._closed, self._rows = True, None
+        self._closed, self._exchange = True, None
         if self._inner is not None:
             self._inner.close()

@@ -38,6 +38,21 @@ class Handle(Protocol):
         """The mean over all ranks, shape and dtype of the buffer. May be called again, at no cost."""
 
 
+class DeviceGroup(ABC):
+    """The ranks of one host, each with a device of its own. Collectives are matched by order.
+
+    They are in order with what the device computes on its current stream, and need not have ended on return.
+    """
+
+    @abstractmethod
+    def sum_in_place(self, tensor: torch.Tensor) -> None:
+        """Leaves the sum of all ranks' `tensor`, of one shape and dtype, in each."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrites `tensor` with that of the host's rank 0."""
+
+
 class HostGroup(ABC):
     """The ranks of one host, which share memory. Collectives are matched by order.
 
@@ -64,6 +79,14 @@ class HostGroup(ABC):
 
         Raises:
             ValueError: on all ranks of the host alike, where there is not as much shared memory.
+        """
+
+    @abstractmethod
+    def on_device(self, device: torch.device) -> DeviceGroup:
+        """The ranks' devices of the type of `device`, which is this rank's. Collective.
+
+        Raises:
+            ValueError: nothing averages between such devices.
         """
 
     def sum_rows(self, rows: torch.Tensor) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from pushreduce.communication.base import HostGroup
+from pushreduce.communication.base import DeviceGroup, HostGroup
+from pushreduce.communication.host_devices import HostDevices
 
 _DIRECTORY = "/dev/shm"
 
@@ -66,6 +67,9 @@ class HostMemory(HostGroup):
             raise ValueError(next(filter(None, problems)))
         assert memory is not None
         return memory
+
+    def on_device(self, device: torch.device) -> DeviceGroup:
+        return HostDevices(self, device)
 
 
 def _new_file(num_bytes: int) -> tuple[str, str]:

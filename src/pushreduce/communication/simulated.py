@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from pushreduce.communication.base import Communicator, HostGroup, HostSplit, dtype_of_sum
+from pushreduce.communication.base import Communicator, DeviceGroup, HostGroup, HostSplit, dtype_of_sum
 from pushreduce.communication.simulated_exchange import Exchange, Meeting
 from pushreduce.communication.simulated_mailbox import SimulatedMailbox
 from pushreduce.communication.simulated_transport import JitteryTransport, Transport
@@ -232,6 +232,24 @@ class SimulatedHost(HostGroup):
         garbage = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
         memory = torch.full((num_elements,), garbage, dtype=dtype) if self.rank == 0 else None
         return self._communicator._collective(f"shared({num_elements}, {dtype})", memory, 0)[0]
+
+    def on_device(self, device: torch.device) -> DeviceGroup:
+        return SimulatedDevices(self._communicator)
+
+
+class SimulatedDevices(DeviceGroup):
+    """What GPUs would do, in the processor's memory."""
+
+    def __init__(self, communicator: SimulatedCommunicator) -> None:
+        self._communicator = communicator
+
+    def sum_in_place(self, tensor: torch.Tensor) -> None:
+        all_ranks = self._communicator._collective("sum in a host", tensor.clone(), tensor.nbytes)
+        tensor.copy_(torch.stack([all_ranks[rank] for rank in range(self._communicator.size)]).sum(0))
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        all_ranks = self._communicator._collective("broadcast in a host", tensor.clone(), tensor.nbytes)
+        tensor.copy_(all_ranks[0])
 
 
 class _VirtualClock:
