@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib
 import pytest
 import yaml
 from PIL import Image
@@ -146,3 +147,15 @@ def test_curves_of_a_run_of_any_length(num_steps: int, tmp_path: Path) -> None:
         with Image.open(png) as image:
             assert image.format == "PNG"
             assert image.width > image.height > 500
+
+
+def test_seconds_of_a_simulated_run_are_called_virtual(tmp_path: Path) -> None:
+    run, svg = make_run(tmp_path / "run", {"algorithm": "lasgd"}, 9), tmp_path / "curves.svg"
+    for environment, expected in (
+        ({}, "wall clock (s)"),
+        ({"simulated": {"num_hosts": 8}}, "virtual time (s)"),
+    ):
+        (run / "environment.json").write_text(json.dumps(environment))
+        with matplotlib.rc_context({"svg.fonttype": "none"}):
+            draw_curves(run, svg)
+        assert expected in svg.read_text()

@@ -6,6 +6,7 @@ Owns the figures that are drawn from run directories. Does not choose or label r
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,7 +138,8 @@ def _draw_runs(axes: np.ndarray, run_dirs: Sequence[Path], labels: Sequence[str]
                 color=colour,
                 label=label + top1,
             )
-    for column, x_label in enumerate(("epoch", f"wall clock ({unit})")):
+    clock = "virtual time" if all(map(_is_simulated, run_dirs)) else "wall clock"
+    for column, x_label in enumerate(("epoch", f"{clock} ({unit})")):
         if any(
             (curves.loss > 0).any() for curves in all_curves
         ):  # else there is nothing a logarithm can show
@@ -171,6 +173,11 @@ def _draw_iterations(axis: Axes, summaries: Sequence[Summary], labels: Sequence[
     axis.grid(axis="y", visible=False)
     axis.set_xlabel("mean iteration (ms)")
     axis.legend(ncols=len(parts), loc="lower center", bbox_to_anchor=(0.5, 1.0), columnspacing=1.2)
+
+
+def _is_simulated(run_dir: Path) -> bool:
+    environment = run_dir / "environment.json"
+    return environment.is_file() and "simulated" in json.loads(environment.read_text(encoding="utf-8"))
 
 
 def _read_curves(run_dir: Path) -> _Curves:
