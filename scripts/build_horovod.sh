@@ -17,7 +17,7 @@ gpu=()
 case ${1-} in
   "") ;;
   --gpu) gpu=(--gpu) ;;
-  *) fail "unknown option $1; usage: scripts/build_horovod.sh [--gpu]" ;;
+  *) refuse "unknown option $1; usage: scripts/build_horovod.sh [--gpu]" ;;
 esac
 
 command -v mpicxx >/dev/null || fail "no mpicxx on PATH; run scripts/setup.sh, which installs one"

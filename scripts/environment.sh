@@ -12,6 +12,12 @@ fail() {
   exit 1
 }
 
+# For arguments that cannot be meant.
+refuse() {
+  echo "error: $*" >&2
+  exit 2
+}
+
 # Runs a command whose output goes to a log, and says every ten seconds how far it is, so that nobody wonders.
 #   with_progress LOG STATUS_FUNCTION COMMAND...     STATUS_FUNCTION prints a few words; nothing: no line
 with_progress() {

