@@ -9,12 +9,10 @@ import least_squares
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pushreduce.algorithms import LASGD, SGP, HostWorker, host_worker
 from pushreduce.algorithms.host_exchange import DeviceExchange
-from pushreduce.communication import host_devices
 from pushreduce.communication.base import Communicator
 from pushreduce.communication.topology import build_topology
 from pushreduce.settings import LASGDSettings, SGPSettings
@@ -28,7 +26,7 @@ BOTH = pytest.mark.parametrize("settings", [LASGDSettings(), SGPSettings()], ids
 def exchange(request, monkeypatch) -> None:
     """What ranks with a GPU each do, too, on processors: torch.distributed is gloo then instead of NCCL."""
     if request.param == "devices":
-        monkeypatch.setattr(host_worker, "open_exchange", DeviceExchange)
+        monkeypatch.setattr(host_worker, "exchange_for", lambda parameters: DeviceExchange)
 
 
 def build(
@@ -107,7 +105,7 @@ def test_equals_the_oracle(ranks, settings, exchange):
 
 
 @BOTH
-def test_state_restores_the_run(ranks, settings, exchange):
+def test_state_restores_the_run(ranks, settings):
     def body(communicator):
         undisturbed = build(communicator, settings, least_squares.model())
         train(undisturbed, range(5))
@@ -136,7 +134,7 @@ def test_state_restores_the_run(ranks, settings, exchange):
 
 
 @BOTH
-def test_a_request_to_stop_reaches_all_ranks(ranks, settings, exchange):
+def test_a_request_to_stop_reaches_all_ranks(ranks, settings):
     def body(communicator):
         algorithm = build(communicator, settings, least_squares.model())
         num_steps = 0
@@ -216,10 +214,11 @@ def test_rows_are_summed_in_the_order_of_ranks(ranks, num_elements):
 def test_devices_sum_and_copy(ranks):
     def body(communicator):
         host = communicator.split_by_host().host
-        devices = host.on_device(torch.device("cpu"))
+        devices = host.on_devices(torch.empty(5))
         ours = torch.arange(5, dtype=torch.float64) * (host.rank + 1)
         theirs = ours.clone()
         devices.sum_in_place(ours)
+        host.barrier()
         devices.broadcast(theirs)
         return host.size, ours.tolist(), theirs.tolist()
 
@@ -229,41 +228,12 @@ def test_devices_sum_and_copy(ranks):
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("problem", ["device", "other ranks", "error", "wrong sum"])
-def test_what_cannot_average_on_devices_is_refused(ranks, problem, monkeypatch):
-    """On every rank; what is provoked is provoked on all of them, as by a machine that lacks it."""
-    host_devices.leave()
-    device, expected = torch.device("cpu"), ""
-    if problem == "device":
-        device, expected = torch.device("meta"), "device of type meta"
-    elif problem == "other ranks":
-        store = dist.HashStore()
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        expected = "has initialised it for 1"
-    elif problem == "error":
-
-        def fail(tensor: torch.Tensor) -> None:
-            raise dist.DistBackendError("unhandled system error\nmore lines")
-
-        monkeypatch.setattr(dist, "all_reduce", fail)
-        expected = r"cannot add up .*\(unhandled system error\)"
-    else:
-        monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
-        expected = "ones make 1.0"
-
+def test_devices_between_which_nothing_averages_are_refused_on_all_ranks(ranks):
     def body(communicator):
-        host = communicator.split_by_host().host
-        with pytest.raises(ValueError, match=expected):
-            host.on_device(device)
+        with pytest.raises(ValueError, match="devices of type meta: use --device cpu"):
+            communicator.split_by_host().host.on_devices(torch.empty(5, device="meta"))
 
-    if ranks.size == 1:
-        pytest.skip("of several ranks: one alone averages nothing")
-    try:
-        ranks.run(body)
-    finally:
-        if problem == "other ranks":
-            dist.destroy_process_group()
-        host_devices.leave()
+    ranks.run(body)
 
 
 @pytest.mark.real

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pushreduce.algorithms import LASGD, SGP, AllReduceSGD, HostWorker, host_worker
-from pushreduce.algorithms.host_exchange import DeviceExchange, HostExchange, SharedMemoryExchange
+from pushreduce.algorithms.host_exchange import (
+    DeviceExchange,
+    HostExchange,
+    SharedMemoryExchange,
+    exchange_for,
+)
+from pushreduce.communication.flat import FlatParameters
 from pushreduce.communication.simulated import SimulatedCluster
 from pushreduce.communication.topology import build_topology
 from pushreduce.settings import LASGDSettings, SGPSettings
@@ -64,7 +70,7 @@ EXCHANGES = st.sampled_from([SharedMemoryExchange, DeviceExchange])
 def run(cluster: SimulatedCluster, exchange: type[HostExchange], body) -> list[dict]:
     """`body` on all ranks, which exchange within their hosts as ranks on processors do, or as those with a GPU each."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_worker, "open_exchange", exchange)
+        patch.setattr(host_worker, "exchange_for", lambda parameters: exchange)
         return cluster.run(body)
 
 
@@ -304,6 +310,14 @@ def test_one_rank_a_host_goes_on_with_the_state_of_a_worker_a_process_and_back(c
     for (unchanged, _), (changed, samples) in SimulatedCluster(3).run(body):
         assert np.array_equal(unchanged, changed)
         assert samples == 3 * 16
+
+
+def test_ranks_with_a_device_of_their_own_do_not_share_the_processors_memory():
+    kinds = {
+        device: exchange_for(FlatParameters([nn.Parameter(torch.empty(3, device=device))]))
+        for device in ("cpu", "meta")
+    }
+    assert kinds == {"cpu": SharedMemoryExchange, "meta": DeviceExchange}
 
 
 def test_the_hosts_mean_gradient_is_clipped():

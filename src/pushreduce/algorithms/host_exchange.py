@@ -16,16 +16,36 @@ from pushreduce.communication.flat import FlatParameters
 
 
 class HostExchange(ABC):
-    """Made by all ranks of a host together. The leader is rank 0 among them."""
+    """The leader is rank 0 of the host.
+
+    Args:
+        host: its ranks.
+        parameters: this rank's.
+        num_elements: of a payload, of the parameters' payload type.
+
+    Raises:
+        RuntimeError: out of memory; on this rank alone.
+    """
 
     row: torch.Tensor
-    """[elements]: this rank's payload, to be written before `sum`."""
+    """[num_elements]: this rank's payload, to be written before `sum`."""
     total: torch.Tensor
-    """[elements]: the sum of all rows after `sum`. The leader may overwrite it; the others' may be the same memory."""
+    """[num_elements]: the sum of all rows, after `sum`. The leader's to overwrite; others may see the same memory."""
+
+    def __init__(self, host: HostGroup, parameters: FlatParameters, num_elements: int) -> None:
+        self._host, self._parameters, self._num_elements = host, parameters, num_elements
+
+    @abstractmethod
+    def connect(self) -> None:
+        """To be called next, once every rank has its exchange. Collective.
+
+        Raises:
+            ValueError: on all ranks of the host alike: too little shared memory, or no way between the devices.
+        """
 
     @abstractmethod
     def sum(self) -> None:
-        """Adds up the rows; collective, blocks."""
+        """Adds up the rows; collective."""
 
     @abstractmethod
     def adopt(self, parameters: FlatParameters) -> None:
@@ -43,11 +63,11 @@ class HostExchange(ABC):
 class SharedMemoryExchange(HostExchange):
     """In the processor's memory: the sum is one pass by all ranks, what is handed on one copy."""
 
-    def __init__(self, host: HostGroup, parameters: FlatParameters, num_elements: int) -> None:
-        self._host = host
-        rows = host.shared(host.size * num_elements, parameters.payload_dtype)
+    def connect(self) -> None:
+        host, num_elements = self._host, self._num_elements
+        rows = host.shared(host.size * num_elements, self._parameters.payload_dtype)
         self._rows = rows.view(host.size, num_elements)
-        self._leaders_buffers = [host.shared(len(each), each.dtype) for each in parameters.buffers]
+        self._leaders_buffers = [host.shared(len(each), each.dtype) for each in self._parameters.buffers]
         self.row, self.total = self._rows[host.rank], self._rows[0]
 
     def sum(self) -> None:
@@ -63,12 +83,15 @@ class SharedMemoryExchange(HostExchange):
 
 
 class DeviceExchange(HostExchange):
-    """On every rank's own GPU. Sums are rounded in the order that NCCL chooses."""
+    """On every rank's own GPU, in order with what it computes. Sums are rounded in the order that NCCL chooses."""
 
     def __init__(self, host: HostGroup, parameters: FlatParameters, num_elements: int) -> None:
-        self._devices = host.on_device(parameters.device)
+        super().__init__(host, parameters, num_elements)
         self.row = torch.empty(num_elements, dtype=parameters.payload_dtype, device=parameters.device)
         self.total = self.row
+
+    def connect(self) -> None:
+        self._devices = self._host.on_devices(self.row)
 
     def sum(self) -> None:
         self._devices.sum_in_place(self.row)
@@ -81,14 +104,6 @@ class DeviceExchange(HostExchange):
             self._devices.broadcast(buffer)
 
 
-def open_exchange(host: HostGroup, parameters: FlatParameters, num_elements: int) -> HostExchange:
-    """The one for where `parameters` are; collective.
-
-    Args:
-        num_elements: of a payload, of the parameters' payload type.
-
-    Raises:
-        ValueError: there is too little shared memory, or no way between the devices.
-    """
-    kind = SharedMemoryExchange if parameters.device.type == "cpu" else DeviceExchange
-    return kind(host, parameters, num_elements)
+def exchange_for(parameters: FlatParameters) -> type[HostExchange]:
+    """The kind for where they are."""
+    return SharedMemoryExchange if parameters.device.type == "cpu" else DeviceExchange

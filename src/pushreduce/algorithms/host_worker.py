@@ -23,7 +23,7 @@ from torch import nn
 from pushreduce.algorithms.allreduce import AllReduceSGD
 from pushreduce.algorithms.averaged_gradients import GradientPayload
 from pushreduce.algorithms.base import Algorithm, Progress, Recorder
-from pushreduce.algorithms.host_exchange import HostExchange, open_exchange
+from pushreduce.algorithms.host_exchange import HostExchange, exchange_for
 from pushreduce.algorithms.tally import Tally
 from pushreduce.communication.agreement import agree
 from pushreduce.communication.base import Communicator, HostSplit
@@ -61,20 +61,24 @@ class HostWorker(Algorithm):
         self._inner: Algorithm | None = None  # the leader's
         self._closed = self._in_flight = False
         self._exchange: HostExchange | None = None  # of a host with several ranks
-        agree(communicator, self._open_exchange)
+        agree(communicator, self._make_exchange)  # where one rank may fail alone
+        agree(communicator, self._connect)
         agree(communicator, lambda: self._build_inner(build, split))
         own = self.worker_of_rank[communicator.rank]
         ranks = [rank for rank, worker in enumerate(self.worker_of_rank) if worker == own]
         self._record("worker", ranks=ranks)
 
-    def _open_exchange(self) -> None:
-        """For payloads of gradients and tallies, the leader's parameters, and its progress."""
-        if self._host.size == 1:
-            return
-        self._gradients = GradientPayload(self)
-        num_elements = self._gradients.num_elements + Tally.LENGTH
-        self._exchange = open_exchange(self._host, self.parameters, num_elements)
-        self._leaders_progress = self._host.shared(3, torch.int64)
+    def _make_exchange(self) -> None:
+        """For payloads of gradients and tallies, and the leader's parameters."""
+        if self._host.size > 1:
+            self._gradients = GradientPayload(self)
+            num_elements = self._gradients.num_elements + Tally.LENGTH
+            self._exchange = exchange_for(self.parameters)(self._host, self.parameters, num_elements)
+
+    def _connect(self) -> None:
+        if self._exchange is not None:
+            self._exchange.connect()
+            self._leaders_progress = self._host.shared(3, torch.int64)
 
     def _build_inner(self, build: Callable[[Communicator], Algorithm], split: HostSplit) -> None:
         share = self._host.size / self.communicator.size  # hosts may have different numbers of ranks

@@ -41,7 +41,7 @@ class Handle(Protocol):
 class DeviceGroup(ABC):
     """The ranks of one host, each with a device of its own. Collectives are matched by order.
 
-    They are in order with what the device computes on its current stream, and need not have ended on return.
+    They are in order with what a device computes on its current stream, and need not have ended on return.
     """
 
     @abstractmethod
@@ -50,7 +50,7 @@ class DeviceGroup(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrites `tensor` with that of the host's rank 0."""
+        """Overwrites `tensor` with that of the host's rank 0; right after a barrier of the host."""
 
 
 class HostGroup(ABC):
@@ -82,11 +82,14 @@ class HostGroup(ABC):
         """
 
     @abstractmethod
-    def on_device(self, device: torch.device) -> DeviceGroup:
-        """The ranks' devices of the type of `device`, which is this rank's. Collective.
+    def on_devices(self, scratch: torch.Tensor) -> DeviceGroup:
+        """The ranks' devices, of which `scratch` is on this rank's. Collective.
+
+        Args:
+            scratch: as large as what will be summed; overwritten.
 
         Raises:
-            ValueError: nothing averages between such devices.
+            ValueError: on all ranks of the host alike: nothing averages between such devices.
         """
 
     def sum_rows(self, rows: torch.Tensor) -> None:

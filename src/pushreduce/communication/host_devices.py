@@ -1,85 +1,107 @@
 """The GPUs of a host's ranks, one each: sums and copies between them by NCCL, past Horovod's queue.
 
-Owns the process's group of torch.distributed, which is that of the host's ranks; on processors, for tests of what is
-around it, the group is gloo's. NCCL runs beside Horovod's own on another stream, so neither waits for the other unless
-CUDA has one queue for all streams (CUDA_DEVICE_MAX_CONNECTIONS=1), which must not be set.
+Owns a process group of torch's for each, which is not the process's default one: that stays the user's. On processors,
+for tests of all around it, the group is gloo's. NCCL works beside Horovod's own on another stream; with one queue for
+all streams (CUDA_DEVICE_MAX_CONNECTIONS=1) nothing overlaps any more.
 """
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.distributed as dist
 
+from pushreduce.communication import startup
 from pushreduce.communication.base import DeviceGroup, HostGroup
 
-_BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 _LOOPBACK = "127.0.0.1"
-_has_joined = False
+_open: list[HostDevices] = []
 
 
 class HostDevices(DeviceGroup):
     """See `DeviceGroup`. All ranks of the host make it together.
 
+    NCCL makes its connections when they are first used, so all that will be is tried here. A rank that fails alone
+    leaves the others inside NCCL, where nobody reaches them: it ends the job, with one line and exit code 2.
+
+    Args:
+        host: its ranks.
+        scratch: as large as what will be summed, on this rank's device; overwritten.
+
     Raises:
-        ValueError: for a device that NCCL does not know, where it fails, or where torch.distributed is used otherwise.
+        ValueError: on all ranks alike: torch has nothing that averages between such devices.
     """
 
-    def __init__(self, host: HostGroup, device: torch.device) -> None:
-        backend = _BACKENDS.get(device.type)
-        if backend is None:
+    def __init__(self, host: HostGroup, scratch: torch.Tensor) -> None:
+        self._kind = kind = scratch.device.type
+        if (
+            not dist.is_available()
+            or kind not in ("cuda", "cpu")
+            or (kind == "cuda" and not dist.is_nccl_available())
+        ):
             raise ValueError(
-                f"--worker host cannot average on a device of type {device.type}: use --device cpu"
-            )
-        if not dist.is_initialized():
-            _join(host, backend)
-        if (dist.get_rank(), dist.get_world_size(), dist.get_backend()) != (host.rank, host.size, backend):
-            raise ValueError(
-                f"--worker host needs torch.distributed for the {host.size} ranks of a host ({backend}), and the "
-                f"process has initialised it for {dist.get_world_size()} ({dist.get_backend()}): leave that out"
+                f"--worker host: this torch cannot average between devices of type {kind}: use --device cpu"
             )
         self._host = host
-        self._try_out(device, backend)
-
-    def _try_out(self, device: torch.device, backend: str) -> None:
-        """NCCL makes its connections with the first sum: where it cannot, say so now."""
-        one = torch.ones(1, device=device)
         try:
-            self.sum_in_place(one)
-            problem = "" if one.item() == self._host.size else f"{self._host.size} ones make {one.item()}"
+            self._group = _new_group(kind, _meet(host), host)
+            problem = self._try_out(scratch)
         except RuntimeError as error:
-            problem = str(error).strip().splitlines()[0]
+            problem = (str(error).strip() or type(error).__name__).splitlines()[-1]
         if problem:
-            raise ValueError(
-                f"{backend} cannot add up between the ranks of a host ({problem}): NCCL_DEBUG=INFO says more; or use "
-                "--worker process"
+            startup.abort(
+                f"error: the {host.size} {kind} devices of a host cannot average ({problem}): NCCL_DEBUG=INFO says "
+                "more; or use --worker process",
+                startup.BAD_INPUT,
             )
+        _open.append(self)
+
+    def _try_out(self, scratch: torch.Tensor) -> str:
+        """What is wrong; "": nothing."""
+        self.sum_in_place(scratch.fill_(1))
+        if not bool((scratch == self._host.size).all()):
+            return f"{self._host.size} ones make {scratch.min().item()} to {scratch.max().item()}"
+        self.broadcast(scratch.fill_(self._host.rank + 1))
+        return "" if bool((scratch == 1).all()) else "a broadcast does not arrive"
 
     def sum_in_place(self, tensor: torch.Tensor) -> None:
         self._host.barrier()  # which notices a rank that is gone; NCCL would wait for it
-        dist.all_reduce(tensor)
+        self._group.allreduce(tensor).wait()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        self._host.barrier()
-        dist.broadcast(tensor, src=0)
+        self._group.broadcast(tensor, 0).wait()
+
+    def close(self) -> None:
+        """Collective among the host's ranks."""
+        if self._kind == "cuda":
+            torch.cuda.synchronize()
+            self._host.barrier()  # what others wait for has been sent
+            self._group.abort()
+        self._host.barrier()  # nobody asks the first rank's store any more
+        del self._group
 
 
 def leave() -> None:
-    """Ends the group, if it was made here; collective among the host's ranks."""
-    global _has_joined
-    if _has_joined:
-        _has_joined = False
-        dist.destroy_process_group()
+    """Closes all groups; collective among the host's ranks."""
+    while _open:
+        _open.pop().close()
 
 
-def _join(host: HostGroup, backend: str) -> None:
-    """Initialises torch.distributed by way of a free port of this host, which its first rank tells the others."""
-    global _has_joined
-    port, store = host.shared(1, torch.int64), None
+def _meet(host: HostGroup) -> dist.Store:
+    """At a free port of this host, which its first rank tells the others."""
+    port = host.shared(1, torch.int64)
+    store = None
     if host.rank == 0:
         store = dist.TCPStore(_LOOPBACK, 0, host.size, is_master=True, wait_for_workers=False)
         port.fill_(store.port)
     host.barrier()
-    if store is None:
-        store = dist.TCPStore(_LOOPBACK, int(port), host.size, is_master=False)
-    dist.init_process_group(backend, store=store, rank=host.rank, world_size=host.size)
-    _has_joined = True
+    return store or dist.TCPStore(_LOOPBACK, int(port), host.size, is_master=False)
+
+
+def _new_group(kind: str, store: dist.Store, host: HostGroup) -> dist.ProcessGroup:
+    """A backend as it is: torch's type hints leave out that it has what a `ProcessGroup` has."""
+    if kind == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        return cast(dist.ProcessGroup, dist.ProcessGroupNCCL(store, host.rank, host.size, options))
+    return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, host.rank, host.size))

@@ -68,8 +68,8 @@ class HostMemory(HostGroup):
         assert memory is not None
         return memory
 
-    def on_device(self, device: torch.device) -> DeviceGroup:
-        return HostDevices(self, device)
+    def on_devices(self, scratch: torch.Tensor) -> DeviceGroup:
+        return HostDevices(self, scratch)
 
 
 def _new_file(num_bytes: int) -> tuple[str, str]:

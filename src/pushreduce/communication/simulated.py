@@ -233,7 +233,7 @@ class SimulatedHost(HostGroup):
         memory = torch.full((num_elements,), garbage, dtype=dtype) if self.rank == 0 else None
         return self._communicator._collective(f"shared({num_elements}, {dtype})", memory, 0)[0]
 
-    def on_device(self, device: torch.device) -> DeviceGroup:
+    def on_devices(self, scratch: torch.Tensor) -> DeviceGroup:
         return SimulatedDevices(self._communicator)
 
 
