@@ -158,28 +158,35 @@ def _workload(settings: Settings, communicator: Communicator) -> Workload:
 
 
 def choose_device(wanted: str, communicator: Communicator) -> torch.device:
-    """The GPU of the local rank, or the CPU: the same kind on all ranks, since they average with each other.
+    """A GPU of this rank's own, or the CPU: the same kind on all ranks, since they average with each other.
 
     Args:
         wanted: "auto", "cpu" or "cuda".
 
     Raises:
-        AgreedError: a rank has no GPU and "cuda" is wanted.
+        AgreedError: a rank has no GPU of its own and "cuda" is wanted.
     """
     import torch
 
     from pushreduce.communication.agreement import AgreedError
 
-    has_gpu = torch.cuda.device_count() > communicator.local_rank
-    without_gpu = [rank for rank, has_one in enumerate(communicator.allgather(has_gpu)) if not has_one]
-    if wanted == "cuda" and without_gpu:
-        raise AgreedError(
-            f"--device cuda: no GPU for rank {without_gpu[0]}: start at most one rank a GPU, or use --device cpu"
-        )
-    if wanted == "cpu" or without_gpu:
+    if wanted == "cpu":
         return torch.device("cpu")
-    torch.cuda.set_device(communicator.local_rank)
-    return torch.device("cuda", communicator.local_rank)
+    visible = torch.cuda.device_count()
+    index = (
+        communicator.local_rank if visible > communicator.local_rank else 0
+    )  # Slurm may show each its own only
+    own = str(torch.cuda.get_device_properties(index).uuid) if visible else None
+    of_ranks = communicator.allgather(own)
+    without = [rank for rank, gpu in enumerate(of_ranks) if gpu is None or gpu in of_ranks[:rank]]
+    if wanted == "cuda" and without:
+        raise AgreedError(
+            f"--device cuda: no GPU for rank {without[0]}: start at most one rank a GPU, or use --device cpu"
+        )
+    if without:
+        return torch.device("cpu")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def _evaluate_file(

@@ -130,7 +130,7 @@ class TrainingSettings:
     batch_norm: Literal["mean", "reestimate"] = "mean"
     """Running statistics of the consensus model: the workers' mean, or re-estimated on training batches."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: the GPU of the local rank where there is one."""
+    """auto: a GPU for each rank where there are as many."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Type of the model's parameters."""
 
