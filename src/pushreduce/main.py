@@ -173,9 +173,7 @@ def choose_device(wanted: str, communicator: Communicator) -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
     visible = torch.cuda.device_count()
-    index = (
-        communicator.local_rank if visible > communicator.local_rank else 0
-    )  # Slurm may show each its own only
+    index = communicator.local_rank % max(visible, 1)  # Slurm may show each rank its own only
     own = str(torch.cuda.get_device_properties(index).uuid) if visible else None
     of_ranks = communicator.allgather(own)
     without = [rank for rank, gpu in enumerate(of_ranks) if gpu is None or gpu in of_ranks[:rank]]

@@ -10,7 +10,7 @@ import torch, torch.distributed
 from pushreduce.algorithms import LASGD, HostWorker, host_worker
 from pushreduce.algorithms.host_exchange import DeviceExchange
 from pushreduce.communication import host_devices
-from pushreduce.communication.startup import connect
+from pushreduce.communication.startup import connect, shut_down
 
 host_worker.exchange_for = lambda parameters: DeviceExchange
 communicator = connect(worker="host")
@@ -27,12 +27,21 @@ def allocate(*arguments, make=DeviceExchange.__init__):
     make(*arguments)
 
 
-def try_out(*arguments, try_out=host_devices.HostDevices._try_out):
+class Forgetful:
+    def __init__(self, group):
+        self.group = group
+
+    def allreduce(self, tensor, **options):
+        return self.group.allreduce(tensor.clone(), **options)
+
+
+def new_group(*arguments, make=host_devices._new_group):
     problem("connect")
-    return try_out(*arguments)
+    group = make(*arguments)
+    return Forgetful(group) if is_last and PLACE == "sum" else group
 
 
-DeviceExchange.__init__, host_devices.HostDevices._try_out = allocate, try_out
+DeviceExchange.__init__, host_devices._new_group = allocate, new_group
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 worker = HostWorker(model, optimizer, communicator, lambda leaders: LASGD(model, optimizer, leaders))
@@ -44,6 +53,9 @@ for step in range(5):
     optimizer.zero_grad()
 worker.finish()
 assert not torch.distributed.is_initialized(), "the user's own group"
+devices = worker._exchange._devices
+shut_down()
+assert devices._group is None
 if communicator.rank == 0:
     print("weight", model.weight[0, 0].item())
 """
@@ -54,7 +66,8 @@ if communicator.rank == 0:
     [
         ("nowhere", "RuntimeError", 0, "weight "),
         ("allocate", "MemoryError", 1, "AgreedError: there is not enough memory"),
-        ("connect", "RuntimeError", 2, "cannot average (the last line): NCCL_DEBUG"),
+        ("connect", "RuntimeError", 2, "cannot average (first line the last line): NCCL_DEBUG"),
+        ("sum", "RuntimeError", 2, "cannot average (3 ones make 1.0 to 1.0)"),
         ("step", "KeyError", 1, "the last line"),
     ],
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 
+import greenlet
 import pytest
 import torch
 
@@ -15,26 +15,26 @@ from pushreduce.main import choose_device
 
 def choose(monkeypatch, wanted: str, visible: list[list[str]], ranks_per_host: int) -> list[str]:
     """The device of every rank, or what is wrong; `visible` has the GPUs that each rank sees."""
-    seen: dict[int, list[str]] = {}
-    chosen: dict[int, int] = {}
+    seen: dict[greenlet.greenlet, list[str]] = {}
+    chosen: dict[greenlet.greenlet, int] = {}
 
     def own() -> list[str]:
-        return seen[threading.get_ident()]
+        return seen[greenlet.getcurrent()]
 
     def properties(index: int) -> SimpleNamespace:
         return SimpleNamespace(uuid=own()[index])
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(own()))
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: chosen.update({threading.get_ident(): index}))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: chosen.update({greenlet.getcurrent(): index}))
 
     def body(communicator) -> str:
-        seen[threading.get_ident()] = visible[communicator.rank]
+        seen[greenlet.getcurrent()] = visible[communicator.rank]
         try:
             device = choose_device(wanted, communicator)
         except AgreedError as error:
             return str(error)
-        assert device.index == chosen.get(threading.get_ident())
+        assert device.index == chosen.get(greenlet.getcurrent())
         return str(device)
 
     return SimulatedCluster(len(visible), ranks_per_host=ranks_per_host).run(body)
@@ -48,6 +48,7 @@ TWO_HOSTS = [["a", "b"], ["a", "b"], ["c", "d"], ["c", "d"]]
     [
         (TWO_HOSTS, 2, ["cuda:0", "cuda:1"] * 2),
         ([["a"], ["b"], ["c"], ["d"]], 2, ["cuda:0"] * 4),  # as Slurm's --gpus-per-task shows them
+        ([["a", "b"]] * 2 + [["c", "d"]] * 2, 4, ["cuda:0", "cuda:1"] * 2),
         ([["a", "b"]] * 3, 3, ["cpu"] * 3),
         ([["a"], ["a"]], 2, ["cpu"] * 2),
         ([["a"], []], 1, ["cpu"] * 2),

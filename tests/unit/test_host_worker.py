@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -318,6 +320,24 @@ def test_ranks_with_a_device_of_their_own_do_not_share_the_processors_memory():
         for device in ("cpu", "meta")
     }
     assert kinds == {"cpu": SharedMemoryExchange, "meta": DeviceExchange}
+
+
+@pytest.mark.parametrize("exchange", [SharedMemoryExchange, DeviceExchange])
+def test_where_the_leaders_parameters_were_before_is_given_back(exchange):
+    def body(communicator):
+        algorithm = build(LASGDSettings(), Quadratic(), communicator)
+        communicator.barrier()
+        gc.collect()
+        parameter = algorithm.parameters.parameters[0]
+        kept = [
+            each
+            for each in gc.get_objects()
+            if type(each) is FlatParameters and any(own is parameter for own in each.parameters)
+        ]
+        algorithm.close()
+        return len(kept)
+
+    assert run(SimulatedCluster(4, ranks_per_host=2), exchange, body) == [1] * 4
 
 
 def test_the_hosts_mean_gradient_is_clipped():

@@ -172,7 +172,7 @@ def draw(curves: list[dict[str, str]]) -> None:
                     at, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.15, lw=0
                 )
         for axis, (x, _, _, label) in zip(axes[:, column], panels, strict=True):
-            axis.set_xlabel("epoch" if x == "epoch" else "virtual wall clock (min)")
+            axis.set_xlabel("epoch" if x == "epoch" else "virtual time (min)")
             if label == "training loss":
                 axis.set_yscale("log")
                 axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))

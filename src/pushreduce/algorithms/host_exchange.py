@@ -33,7 +33,9 @@ class HostExchange(ABC):
     """[num_elements]: the sum of all rows, after `sum`. The leader's to overwrite; others may see the same memory."""
 
     def __init__(self, host: HostGroup, parameters: FlatParameters, num_elements: int) -> None:
-        self._host, self._parameters, self._num_elements = host, parameters, num_elements
+        # Keeps no `parameters`: the leader's algorithm moves them, and the memory where they were would stay.
+        self._host, self._num_elements, self._dtype = host, num_elements, parameters.payload_dtype
+        self._layout = [(len(buffer), buffer.dtype) for buffer in parameters.buffers]
 
     @abstractmethod
     def connect(self) -> None:
@@ -59,15 +61,17 @@ class HostExchange(ABC):
             buffers: this rank's; on the leader those that it has adopted.
         """
 
+    def close(self) -> None:  # noqa: B027  # shared memory goes with the last tensor
+        """Gives back what it holds of the devices. Collective."""
+
 
 class SharedMemoryExchange(HostExchange):
     """In the processor's memory: the sum is one pass by all ranks, what is handed on one copy."""
 
     def connect(self) -> None:
         host, num_elements = self._host, self._num_elements
-        rows = host.shared(host.size * num_elements, self._parameters.payload_dtype)
-        self._rows = rows.view(host.size, num_elements)
-        self._leaders_buffers = [host.shared(len(each), each.dtype) for each in self._parameters.buffers]
+        self._rows = host.shared(host.size * num_elements, self._dtype).view(host.size, num_elements)
+        self._leaders_buffers = [host.shared(length, dtype) for length, dtype in self._layout]
         self.row, self.total = self._rows[host.rank], self._rows[0]
 
     def sum(self) -> None:
@@ -87,7 +91,7 @@ class DeviceExchange(HostExchange):
 
     def __init__(self, host: HostGroup, parameters: FlatParameters, num_elements: int) -> None:
         super().__init__(host, parameters, num_elements)
-        self.row = torch.empty(num_elements, dtype=parameters.payload_dtype, device=parameters.device)
+        self.row = torch.empty(num_elements, dtype=self._dtype, device=parameters.device)
         self.total = self.row
 
     def connect(self) -> None:
@@ -102,6 +106,9 @@ class DeviceExchange(HostExchange):
     def hand_on(self, buffers: Sequence[torch.Tensor]) -> None:
         for buffer in buffers:
             self._devices.broadcast(buffer)
+
+    def close(self) -> None:
+        self._devices.close()
 
 
 def exchange_for(parameters: FlatParameters) -> type[HostExchange]:

@@ -211,6 +211,9 @@ class HostWorker(Algorithm):
             self._inner.begin_at(samples)
 
     def close(self) -> None:
-        self._closed, self._exchange = True, None
+        self._closed = True
         if self._inner is not None:
             self._inner.close()
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None

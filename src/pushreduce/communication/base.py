@@ -41,7 +41,8 @@ class Handle(Protocol):
 class DeviceGroup(ABC):
     """The ranks of one host, each with a device of its own. Collectives are matched by order.
 
-    They are in order with what a device computes on its current stream, and need not have ended on return.
+    They are in order with what a device computes on its current stream, and need not have ended on return. Only a
+    barrier of the host notices a rank that is gone, so there is one before each, `sum_in_place`'s its own.
     """
 
     @abstractmethod
@@ -50,7 +51,11 @@ class DeviceGroup(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrites `tensor` with that of the host's rank 0; right after a barrier of the host."""
+        """Overwrites `tensor` with that of the host's rank 0; to be called right after a barrier of the host."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives back what it holds of the devices. Collective, idempotent."""
 
 
 class HostGroup(ABC):

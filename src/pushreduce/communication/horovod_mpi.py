@@ -19,7 +19,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch.mpi_ops import _allreduce_async
 
-from pushreduce.communication import host_devices, host_leaders, startup
+from pushreduce.communication import host_leaders, startup
 from pushreduce.communication.base import Clock, Communicator, Handle, HostSplit, dtype_of_sum
 from pushreduce.communication.emulated_host import this_host
 from pushreduce.communication.environment import transport_settings
@@ -149,7 +149,6 @@ class HorovodMPI(Communicator):
             raise ValueError('hosts are to be workers: tell the start-up, connect(worker="host")')
         # On every rank, also where no mailbox is to be freed: else leaders at their end would wait for the others.
         startup.before_shut_down(in_host.Free)
-        startup.before_shut_down(host_devices.leave)
         return HostSplit(
             host=HostMemory(
                 in_host.rank,

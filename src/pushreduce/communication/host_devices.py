@@ -1,13 +1,14 @@
 """The GPUs of a host's ranks, one each: sums and copies between them by NCCL, past Horovod's queue.
 
-Owns a process group of torch's for each, which is not the process's default one: that stays the user's. On processors,
-for tests of all around it, the group is gloo's. NCCL works beside Horovod's own on another stream; with one queue for
-all streams (CUDA_DEVICE_MAX_CONNECTIONS=1) nothing overlaps any more.
+Owns a process group of torch's for each worker that is a host; the process's default group stays the user's. On
+processors, for tests of all around it, it is gloo's. NCCL works beside Horovod's own on another stream; with one queue
+for all streams (CUDA_DEVICE_MAX_CONNECTIONS=1) nothing overlaps any more.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,14 +17,15 @@ from pushreduce.communication import startup
 from pushreduce.communication.base import DeviceGroup, HostGroup
 
 _LOOPBACK = "127.0.0.1"
-_open: list[HostDevices] = []
+_TRIAL_TIMEOUT = timedelta(minutes=1)
+"""Devices that cannot reach each other's memory often hang; later, a step's computation may lie before the sum."""
 
 
 class HostDevices(DeviceGroup):
     """See `DeviceGroup`. All ranks of the host make it together.
 
     NCCL makes its connections when they are first used, so all that will be is tried here. A rank that fails alone
-    leaves the others inside NCCL, where nobody reaches them: it ends the job, with one line and exit code 2.
+    leaves the others inside NCCL, where nobody reaches them: it ends the job, with a line of its own and exit code 2.
 
     Args:
         host: its ranks.
@@ -34,7 +36,7 @@ class HostDevices(DeviceGroup):
     """
 
     def __init__(self, host: HostGroup, scratch: torch.Tensor) -> None:
-        self._kind = kind = scratch.device.type
+        kind = scratch.device.type
         if (
             not dist.is_available()
             or kind not in ("cuda", "cpu")
@@ -43,65 +45,61 @@ class HostDevices(DeviceGroup):
             raise ValueError(
                 f"--worker host: this torch cannot average between devices of type {kind}: use --device cpu"
             )
-        self._host = host
+        self._host, self._device = host, scratch.device
         try:
             self._group = _new_group(kind, _meet(host), host)
             problem = self._try_out(scratch)
         except RuntimeError as error:
-            problem = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            problem = " ".join(str(error).split()) or type(error).__name__
         if problem:
             startup.abort(
                 f"error: the {host.size} {kind} devices of a host cannot average ({problem}): NCCL_DEBUG=INFO says "
                 "more; or use --worker process",
                 startup.BAD_INPUT,
             )
-        _open.append(self)
+        startup.before_shut_down(self.close)
 
     def _try_out(self, scratch: torch.Tensor) -> str:
         """What is wrong; "": nothing."""
-        self.sum_in_place(scratch.fill_(1))
+        self._host.barrier()
+        self._group.allreduce(scratch.fill_(1), timeout=_TRIAL_TIMEOUT).wait()
         if not bool((scratch == self._host.size).all()):
             return f"{self._host.size} ones make {scratch.min().item()} to {scratch.max().item()}"
-        self.broadcast(scratch.fill_(self._host.rank + 1))
+        self._group.broadcast(scratch.fill_(self._host.rank + 1), 0, timeout=_TRIAL_TIMEOUT).wait()
         return "" if bool((scratch == 1).all()) else "a broadcast does not arrive"
 
     def sum_in_place(self, tensor: torch.Tensor) -> None:
-        self._host.barrier()  # which notices a rank that is gone; NCCL would wait for it
+        self._host.barrier()
         self._group.allreduce(tensor).wait()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         self._group.broadcast(tensor, 0).wait()
 
     def close(self) -> None:
-        """Collective among the host's ranks."""
-        if self._kind == "cuda":
-            torch.cuda.synchronize()
+        group, self._group = self._group, None
+        if group is None:
+            return
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
             self._host.barrier()  # what others wait for has been sent
-            self._group.abort()
+            group.abort()
         self._host.barrier()  # nobody asks the first rank's store any more
-        del self._group
-
-
-def leave() -> None:
-    """Closes all groups; collective among the host's ranks."""
-    while _open:
-        _open.pop().close()
 
 
 def _meet(host: HostGroup) -> dist.Store:
     """At a free port of this host, which its first rank tells the others."""
     port = host.shared(1, torch.int64)
-    store = None
-    if host.rank == 0:
-        store = dist.TCPStore(_LOOPBACK, 0, host.size, is_master=True, wait_for_workers=False)
-        port.fill_(store.port)
+    if host.rank > 0:
+        host.barrier()
+        return dist.TCPStore(_LOOPBACK, int(port), host.size, is_master=False)
+    store = dist.TCPStore(_LOOPBACK, 0, host.size, is_master=True, wait_for_workers=False)
+    port.fill_(store.port)
     host.barrier()
-    return store or dist.TCPStore(_LOOPBACK, int(port), host.size, is_master=False)
+    return store
 
 
-def _new_group(kind: str, store: dist.Store, host: HostGroup) -> dist.ProcessGroup:
-    """A backend as it is: torch's type hints leave out that it has what a `ProcessGroup` has."""
+def _new_group(kind: str, store: dist.Store, host: HostGroup) -> Any:
+    """One of torch's backends as it is, which has more than torch's type hints say."""
     if kind == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        return cast(dist.ProcessGroup, dist.ProcessGroupNCCL(store, host.rank, host.size, options))
-    return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, host.rank, host.size))
+        return dist.ProcessGroupNCCL(store, host.rank, host.size, dist.ProcessGroupNCCL.Options())
+    return dist.ProcessGroupGloo(store, host.rank, host.size)

@@ -1,4 +1,4 @@
-"""The ranks of a real host: memory that they share, and a barrier between them.
+"""The ranks of a real host: memory that they share, a barrier between them, and their GPUs (`host_devices.py`).
 
 Owns where that memory is: a file in /dev/shm, mapped by every rank and unlinked at once, so that the system takes it
 back with the last tensor or process, however that ends. (A window of MPI would have to be freed before MPI's end, under

@@ -251,6 +251,9 @@ class SimulatedDevices(DeviceGroup):
         all_ranks = self._communicator._collective("broadcast in a host", tensor.clone(), tensor.nbytes)
         tensor.copy_(all_ranks[0])
 
+    def close(self) -> None:
+        """Holds nothing."""
+
 
 class _VirtualClock:
     def __init__(self, scheduler: Scheduler) -> None:

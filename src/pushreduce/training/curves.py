@@ -138,7 +138,7 @@ def _draw_runs(axes: np.ndarray, run_dirs: Sequence[Path], labels: Sequence[str]
                 color=colour,
                 label=label + top1,
             )
-    clock = "virtual time" if all(map(_is_simulated, run_dirs)) else "wall clock"
+    clock = " or ".join(sorted({"virtual time" if _is_simulated(run) else "wall clock" for run in run_dirs}))
     for column, x_label in enumerate(("epoch", f"{clock} ({unit})")):
         if any(
             (curves.loss > 0).any() for curves in all_curves
