@@ -46,6 +46,8 @@ def started(tmp_path: Path, body: str, *launcher: str, **variables: str) -> Iter
         text=True,
         env=environment | variables,
         start_new_session=True,
+        # A shell has what it starts in the background ignore SIGINT, and all of its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         yield job
