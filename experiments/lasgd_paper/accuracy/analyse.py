@@ -20,8 +20,8 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
-from matplotlib.ticker import LogFormatter, StrMethodFormatter
 
+from pushreduce.training.curves import use_logarithmic_scale
 from pushreduce.training.intervals import half_width_95, show_interval
 from pushreduce.training.metrics import read_records
 
@@ -174,9 +174,7 @@ def draw(curves: list[dict[str, str]]) -> None:
         for axis, (x, _, _, label) in zip(axes[:, column], panels, strict=True):
             axis.set_xlabel("epoch" if x == "epoch" else "virtual time (min)")
             if label == "training loss":
-                axis.set_yscale("log")
-                axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-                axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+                use_logarithmic_scale(axis)
             axis.grid(alpha=0.3)
             axis.spines[["top", "right"]].set_visible(False)
             if column == 0:

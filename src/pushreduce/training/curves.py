@@ -96,6 +96,13 @@ def draw_comparison(
         plt.close(figure)
 
 
+def use_logarithmic_scale(axis: Axes) -> None:
+    """Of a loss, upwards; with numbers on it also where no power of ten is in sight."""
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+
+
 def _draw_runs(axes: np.ndarray, run_dirs: Sequence[Path], labels: Sequence[str]) -> None:
     alone = len(run_dirs) == 1
     all_curves = [_read_curves(run_dir) for run_dir in run_dirs]
@@ -143,9 +150,7 @@ def _draw_runs(axes: np.ndarray, run_dirs: Sequence[Path], labels: Sequence[str]
         if any(
             (curves.loss > 0).any() for curves in all_curves
         ):  # else there is nothing a logarithm can show
-            axes[0, column].set_yscale("log")
-            axes[0, column].yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-            axes[0, column].yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+            use_logarithmic_scale(axes[0, column])
         axes[1, column].xaxis.set_major_locator(MaxNLocator("auto", steps=(1, 2, 5, 10)))
         axes[1, column].set_xlabel(x_label)
         axes[1, column].set_xlim(left=0)
