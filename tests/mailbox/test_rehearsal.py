@@ -126,14 +126,16 @@ class NoGrants(Wrong):
         (OnlyCounted, "lost, torn or overwritten"),
         (OneByteWrong, "1 of .* bytes of the message of round 2 from rank 1 are wrong"),
         (Halved, "lost, torn or overwritten"),
-        # Which of the two depends on whether the receiver has read the message that was in the slot.
-        (Displaced, "lost, torn or overwritten|bytes of the message of round 1 from rank 1 are wrong"),
+        (Displaced, "lost, torn or overwritten"),
         (WeightChanged, "the weights of .* ranks sum to"),
         (NoGrants, "nothing came for 1 s"),
     ],
 )
 def test_wrong_windows_are_caught_on_all_ranks(ranks, kind, message, num_bytes):
-    mailbox = ranks.open("exponential", num_payload_bytes=num_bytes, num_slot_rounds=2, kind=kind)
+    # What is displaced comes into a slot that is not written yet: over a message that is just being read, it could be
+    # found as wrong bytes of that one, too.
+    slots = 4 if kind is Displaced else 2
+    mailbox = ranks.open("exponential", num_payload_bytes=num_bytes, num_slot_rounds=slots, kind=kind)
     problems = ranks.allgather(rehearse(ranks, mailbox, 1.0))
     assert len(set(problems)) == 1
     mailbox.free()
